@@ -31,7 +31,7 @@ SCHEMES = ("fp8", "fp8_tensor", "fp8_channel", "int4")
 VERIFIED_BYTES = 2_000_000_000
 """Models up to this size are verified by default."""
 LOGITS_BYTES = 1_000_000_000
-"""Models up to this size are also run when they are verified."""
+"""Models up to this size are also run to verify them."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class ConvertOptions:
         _check_choice("--quantize", self.quantize, SCHEMES)
         if self.quantize and self.to != "hf":
             raise SettingsError(
-                f"--quantize {self.quantize}: Megatron trains on whole numbers; leave it out or use --to hf"
+                f"--quantize {self.quantize}: Megatron does not train on quantized weights. Leave it out or use --to hf"
             )
         if min(self.block) < 1:
-            raise SettingsError(f"--block {self.block[0]} {self.block[1]}: rows and columns are at least 1")
+            raise SettingsError(f"--block {self.block[0]} {self.block[1]}: rows and columns must be at least 1")
         if self.quantize == "int4" and (self.group < 8 or self.group % 8):
-            raise SettingsError(f"--group {self.group}: not a multiple of 8; engines know 32 and 128")
+            raise SettingsError(f"--group {self.group}: must be a multiple of 8. Engines support 32 and 128")
 
     @property
     def scheme(self) -> Scheme | None:
@@ -73,7 +73,7 @@ class ConvertOptions:
 
 def _check_choice(flag: str, value: str | None, values: tuple[str, ...]) -> None:
     if value is not None and value not in values:
-        raise SettingsError(f"{flag} {value}: not among those known: {', '.join(values)}")
+        raise SettingsError(f"{flag} {value}: not a known value. Known values: {', '.join(values)}")
 
 
 def convert_checkpoint(
@@ -93,15 +93,15 @@ def convert_checkpoint(
     progress: Progress = NO_PROGRESS,
     max_shard_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """Convert the model at `source` to a checkpoint directory at `target`; returns a summary for people.
+    """Convert the model at `source` to a checkpoint directory at `target`. Returns a readable summary.
 
     `source` as in `resolve_source`. `dtype` None keeps the dtype of each tensor (GGUF is dequantized to float32).
-    `config` is a Hugging Face directory, `card` the name of a card: either supplies the config that a torch_dist folder
-    may lack, and they must not contradict each other. `verify` reads the result back; None does so for models below
-    2 GB. `logits` is the number of tokens on which a verified result is run against the source; None is 16 for models
+    `config` is a Hugging Face directory, `card` the name of a model card. Either supplies the config that a torch_dist
+    folder may lack. They must not contradict each other. `verify` reads the result back. None does so for models below
+    2 GB. `logits` is the number of tokens on which a verified result is compared with the source. None is 16 for models
     below 1 GB. A source with a manifest is hashed completely before it is read.
 
-    Repeating the same conversion does nothing and reports `"unchanged"`, unless `force`; an interrupted one resumes
+    Repeating the same conversion does nothing and reports `"unchanged"`, unless `force`. An interrupted one resumes
     with its finished files. Raises SettingsError for unknown conversions, and the errors of
     `stages.convert.convert`.
     """
@@ -115,7 +115,7 @@ def convert_checkpoint(
     if path.is_dir():
         check_model_files(path)
     has_manifest = path.is_dir() and check_integrity(path, full=True)
-    # A run's step is identified by its manifest, which is in the policy's parent: headers of two steps are equal.
+    # A run's step is identified by its manifest in the policy's parent, because the headers of two steps are equal.
     hashed = path.parent if path.name == "policy" else path
     with progress.phase("reading"):
         manifest = Manifest("convert", settings, {str(source): content_hash(hashed)})
@@ -153,7 +153,7 @@ Ends = tuple[Weights, Callable[[Path], Weights], Callable[[Path, Weights], Mappi
 
 
 def _reader_and_writer(source: Source, options: ConvertOptions, max_bytes: int | None) -> Ends:
-    """Weights for the target, its reader and its writer."""
+    """Weights for the target, and their reader and writer."""
     weights = source.weights
     if options.to == "torch_dist":
         model = source.needed_model()
@@ -175,7 +175,7 @@ def _reader_and_writer(source: Source, options: ConvertOptions, max_bytes: int |
 
 
 def _write_companions(source: Source, options: ConvertOptions, target_weights: Weights, into: Path) -> None:
-    """Write config, tokenizer and templates; the config has the dtype and quantization of the new weights."""
+    """Write config, tokenizer and templates. The config has the dtype and quantization of the new weights."""
     source.companions(into)
     config = dict(source.config)
     if options.dtype or source.dequantized:

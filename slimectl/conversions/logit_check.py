@@ -1,4 +1,4 @@
-"""Compares the logits of a converted model with those of its source."""
+"""Compares the logits of a converted model with the logits of its source."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from slimectl.errors import BackendError, CheckpointError, SlimectlError
 from slimectl.protocols import Weights
 
 TOLERANCE = 1e-3
-"""Largest difference of logits, relative to their largest magnitude, that float32 rounding explains."""
+"""Largest difference of logits, relative to their largest magnitude, that float32 rounding can cause."""
 
 
 def check_logits(source: Source, staged: Path, result: Weights, to: str, count: int, *, exact: bool) -> dict[str, Any]:
-    """Run source and result on `count` tokens in float32; returns how far apart they are, and what read the source.
+    """Run source and result on `count` tokens in float32. Returns their difference, and the reader of the source.
 
-    If a model cannot be run here, the result says so instead. Raises CheckpointError if the values are the same but the
+    If a model cannot be run here, the result has the reason. Raises CheckpointError if the values are the same but the
     logits are not.
     """
     tokens = torch.arange(count) * 7919 % int(language_model(source.config).get("vocab_size", 2))
@@ -34,14 +34,14 @@ def check_logits(source: Source, staged: Path, result: Weights, to: str, count: 
             _megatron_logits(source, result, tokens) if to == "torch_dist" else _result_logits(staged, result, tokens)
         )
     except Exception as error:
-        # An untrusted config can make transformers or mcore raise anything: the values are verified without this check.
+        # An untrusted config can make transformers or mcore raise anything. Values are still verified.
         line = (str(error).strip().splitlines() or [""])[0]
         reason = line if isinstance(error, SlimectlError) else f"{type(error).__name__}: {line}"
         return {"logits": f"not compared ({reason:.300})"}
     difference = (expected - actual).abs().max().item()
     if exact and not difference <= TOLERANCE * expected.abs().max().item():
         raise CheckpointError(
-            f"verifying: logits differ by {difference:.3g} although no number was changed; nothing was kept"
+            f"verifying: logits differ by {difference:.3g} although no number was changed. The result was deleted"
         )
     return {"logits_max_difference": float(f"{difference:.3g}"), "logits_compared_with": source.reader}
 
@@ -55,7 +55,7 @@ def _result_logits(staged: Path, result: Weights, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _hf_logits(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
-    """Logits [T, V] of transformers' model of that configuration; quantized weights are dequantized.
+    """Logits [T, V] of transformers' model of that configuration. Quantized weights are dequantized.
 
     Raises CheckpointError if transformers has none.
     """
@@ -76,7 +76,7 @@ def _hf_logits(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"transformers has no model for model_type {config.get('model_type')!r}") from error
     tensors = {name: weights.get(name) for name in weights.forms()}
-    # from_pretrained: modules of some families have their experts in one tensor, checkpoints do not.
+    # from_pretrained, because modules of some families store their experts in one tensor and checkpoints do not.
     model = kind.from_pretrained(
         None, config=hf_config, state_dict=tensors, dtype=torch.float32, attn_implementation="eager"
     )
@@ -86,7 +86,7 @@ def _hf_logits(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _megatron_logits(source: Source, result: Weights, tokens: Tensor) -> Tensor:
-    """Logits [T, V] of mcore's GPTModel in this process alone. Raises BackendError if megatron-core is missing."""
+    """Logits [T, V] of mcore's GPTModel in a single process. Raises BackendError if megatron-core is missing."""
     from slimectl.architectures.parallel import ParallelLayout
     from slimectl.policies.megatron import parallel
     from slimectl.policies.megatron.batch import packed

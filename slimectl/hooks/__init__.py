@@ -1,6 +1,6 @@
-"""Hooks: functions that a user names in settings; their table, signatures, and the object that stages get of them.
+"""Hooks, which are user functions given by path: their table, their signatures, and the object for stages.
 
-`slimectl.hooks.user_hooks.UserHooks` is that object. It is not imported here: the table is read without torch.
+`slimectl.hooks.user_hooks.UserHooks` is that object. It is not imported here, so the table can be read without torch.
 """
 
 from slimectl.hooks.args import FlatSettings

@@ -10,13 +10,13 @@ from slimectl.settings.base import Section
 
 
 class FlatSettings:
-    """The resolved settings as flat attributes, by the names that slime's scripts use.
+    """The resolved settings as flat attributes, with the names that slime's scripts use.
 
     >>> FlatSettings(Settings()).rollout_temperature, FlatSettings(Settings()).lr, FlatSettings(Settings()).use_wandb
     (1.0, 1e-06, False)
 
-    `args.section` is the section itself; `args.section_key` and, where only one section has it, `args.key` its value.
-    Old names of sections and keys work too, so do slime's names of arguments (`hooks/slime/flags.py`), the keys of
+    `args.section` is the section itself. `args.section_key` is a value, and so is `args.key` if it is unique.
+    Old names of sections and keys work too, and so do slime's names of arguments (`hooks/slime/flags.py`), the keys of
     [custom], [megatron.args] and, after `sglang_`, [sglang.args].
     """
 
@@ -26,7 +26,7 @@ class FlatSettings:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        from slimectl.hooks.slime import flags  # with the table of launch scripts, which only a call of a hook needs
+        from slimectl.hooks.slime import flags  # imports the table of launch scripts, which only calls of hooks need
 
         settings = self._settings
         sections = {section: getattr(settings, section) for section in type(settings).model_fields}
@@ -54,7 +54,7 @@ class FlatSettings:
         section, _, key = flags.SETTINGS.get(name, "").partition(".")
         if section and hasattr(sections[section], key):
             return getattr(sections[section], key)
-        # [sft_warmup] repeats names of [train], [eval] those of [rollout]; a bare name means the main loop's.
+        # [sft_warmup] repeats names of [train], and [eval] names of [rollout]. A bare name means the main loop's.
         main = [values for section, values in sections.items() if section not in ("sft_warmup", "eval")]
         matches = [values for values in main if _has(values, name)]
         if len(matches) == 1:
@@ -67,7 +67,7 @@ class FlatSettings:
 
 
 def _has(section: Section, key: str) -> bool:
-    """Whether a section has a key of this present or old name."""
+    """Whether a section has a key with this current or old name."""
     return key in type(section).model_fields or key in aliases.KEYS.get(type(section).section_name, {})
 
 
@@ -75,7 +75,7 @@ def settings_of(args: Any) -> Settings:
     """Return the settings behind `args`. Raises HookError for an object of another class."""
     if not isinstance(args, FlatSettings):
         raise HookError(
-            f"args is of the class {type(args).__name__}. Pass on the args that your function gets, or those that "
-            f"slime.utils.arguments.parse_args returns."
+            f"args is of the class {type(args).__name__}. Pass on the args that your function gets, or the result of "
+            f"slime.utils.arguments.parse_args."
         )
     return args._settings

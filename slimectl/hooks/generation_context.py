@@ -1,4 +1,4 @@
-"""The generation under way, for functions that call slime's `generate` without being handed slimectl's."""
+"""The running generation, for functions that call slime's `generate` without getting slimectl's as an argument."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slimectl.types import Completion
 
 @dataclass(frozen=True)
 class GenerationContext:
-    """`generate` asks the engine for one response; `attempts` generates whole samples, in a rollout function only."""
+    """`generate` asks the engine for one response. `attempts` generates whole samples, in a rollout function only."""
 
     generate: Callable[[list[int], Any], Awaitable[Completion]]
     attempts: GroupGenerator | None = None
@@ -22,12 +22,12 @@ class GenerationContext:
 
 _of_task: ContextVar[GenerationContext | None] = ContextVar("generation", default=None)
 _of_rounds: list[GenerationContext] = []
-"""Contexts of the rollout functions that are running: threads that these start have no context of their own."""
+"""Contexts of the rollout functions that are running. Threads that these functions start have no context themselves."""
 
 
 @contextmanager
 def generating(context: GenerationContext) -> Iterator[None]:
-    """Make a context the current one in the block, and in tasks that it creates."""
+    """Make a context the current one in the block, and in tasks that the block creates."""
     token = _of_task.set(context)
     if context.attempts is not None:
         _of_rounds.append(context)
@@ -40,6 +40,6 @@ def generating(context: GenerationContext) -> Iterator[None]:
 
 
 def current_generation() -> GenerationContext | None:
-    """Return the context of this task, or else of the rollout function that is running; None without either."""
+    """Return the context of this task, or of the rollout function that is running, or None if there is neither."""
     context = _of_task.get()
     return context if context is not None or not _of_rounds else _of_rounds[-1]

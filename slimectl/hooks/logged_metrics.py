@@ -1,4 +1,4 @@
-"""Metrics that a function of the user's sends by `log`: they are those of the run."""
+"""Metrics that a user function sends by `log`. They become metrics of the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _collection: ContextVar[Metrics | None] = ContextVar("collection", default=None)
 
 @contextmanager
 def collected_metrics() -> Iterator[Metrics]:
-    """Collect the metrics that are logged in the block. The dict fills as they come."""
+    """Collect the metrics that are logged in the block. The returned dict fills up meanwhile."""
     metrics: Metrics = {}
     token = _collection.set(metrics)
     try:
@@ -23,7 +23,7 @@ def collected_metrics() -> Iterator[Metrics]:
 
 
 def collect(metrics: Metrics) -> bool:
-    """Add metrics to the collection under way. Returns False without one."""
+    """Add metrics to the running collection. Returns False if there is none."""
     collection = _collection.get()
     if collection is not None:
         collection.update(metrics)

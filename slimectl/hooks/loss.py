@@ -1,6 +1,6 @@
 """Losses that call functions of the user, by parameter name.
 
-T response tokens of a pack · R those of one sample
+T response tokens of a pack · R response tokens of one sample
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from slimectl.types import TokenBatch, TrainingSample
 
 
 class LossBatch(dict[str, Any]):
-    """A pack as a custom loss gets it: slime's dict, with an entry per row, and a TokenBatch by its attributes.
+    """A pack as a custom loss gets it: slime's dict with an entry per row, and the attributes of a TokenBatch.
 
-    `batch["advantages"]` is `batch.advantages_T`, split into a tensor [R] per row. Entries that a step does not have,
-    such as the values of a critic, are no keys.
+    `batch["advantages"]` is `batch.advantages_T`, split into a tensor [R] per row. The dict has no keys for values
+    that a step does not have, such as the values of a critic.
     """
 
     COLUMNS: ClassVar = {
@@ -74,7 +74,7 @@ class CustomLoss:
 
     The function gets `batch` (types.TokenBatch: response tokens, flat), their `log_probs` [T], `entropy` [T] if
     algorithm.entropy_coef is not 0, `logits` [T, vocabulary] divided by the temperature if it has that parameter, and
-    `sum_of_sample_mean`, which reduces a tensor [T] as the settings say: its results add up over packs and ranks
+    and `sum_of_sample_mean`, which reduces a tensor [T] as the settings say: its results add up over packs and ranks
     to the value of the step.
     """
 
@@ -86,7 +86,7 @@ class CustomLoss:
 
     @property
     def needs_logits(self) -> bool:
-        """True if the function has a parameter `logits`: full logits cost memory that nothing else needs."""
+        """Whether the function has a parameter `logits`. Full logits need memory that nothing else needs."""
         return "logits" in required_hook(self.settings, LOSS).wanted
 
     def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -110,17 +110,17 @@ class CustomLoss:
         if not isinstance(loss, Tensor) or loss.ndim:
             shape = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
             raise HookError(
-                f"{function.name} returned a loss of {shape}; return a scalar tensor, for example "
+                f"{function.name} returned a loss of {shape}. Return a scalar tensor, for example "
                 f"sum_of_sample_mean(loss_T), or (a scalar tensor, a dict of metrics)"
             )
         if not isinstance(metrics, dict):
             raise function.returned(result, "(a scalar tensor, a dict of them)")
         if pack.logprobs_T.requires_grad and not loss.requires_grad:
-            raise HookError(f"{function.name} returned a loss without a gradient; compute it from log_probs")
+            raise HookError(f"{function.name} returned a loss without a gradient. Compute it from log_probs")
         return loss, {name: self._metric(name, value, loss) for name, value in metrics.items()}
 
     def _metric(self, name: object, value: Any, loss: Tensor) -> Tensor:
-        """Return a metric of the function's as a scalar. Raises HookError for anything but one number."""
+        """Return a metric of the function as a scalar. Raises HookError for anything but one number."""
         try:
             number = torch.as_tensor(value, device=loss.device).detach()
         except (TypeError, ValueError, RuntimeError):
@@ -128,7 +128,7 @@ class CustomLoss:
         if number is None or number.numel() != 1:
             size = "no number" if number is None else f"of shape {list(number.shape)}"
             function = required_hook(self.settings, LOSS)
-            raise HookError(f"{function.name} returned a metric {name!r} that is {size}; return a sum over the pack")
+            raise HookError(f"{function.name} returned a metric {name!r} that is {size}. Return a sum over the pack")
         return number.reshape(())
 
 
@@ -136,7 +136,7 @@ class CustomLoss:
 class UserPolicyLoss(PolicyLoss):
     """PolicyLoss with a user-defined engine mismatch correction (TIS) or reduction.
 
-    `rollouts` and `tokens` are counts of the whole step: the denominators of its reductions.
+    `rollouts` and `tokens` are counts of the whole step, and the denominators of its reductions.
     """
 
     settings: Settings = field(default_factory=Settings)
@@ -168,7 +168,7 @@ class UserPolicyLoss(PolicyLoss):
             if not isinstance(value_T, Tensor) or value_T.shape != loss_T.shape:
                 raise function.returned(result, f"{name} of the {len(loss_T)} tokens that it got")
         if not torch.isfinite(user_loss_T).all():
-            raise HookError(f"{TIS}: {function.path} returned a pg_loss that is not finite; bound the weights")
+            raise HookError(f"{TIS}: {function.path} returned a pg_loss that is not finite. Bound the weights")
         user_metrics = {name: torch.as_tensor(value, device=loss_T.device) for name, value in metrics.items()}
         return user_loss_T * (masks_T != 0), values_T | {
             name: value.detach().to(loss_T.dtype).expand_as(loss_T) for name, value in user_metrics.items()
@@ -186,7 +186,7 @@ class UserPolicyLoss(PolicyLoss):
         reduced = function.wrap(reduce)(values_T)
         if not isinstance(reduced, Tensor) or reduced.ndim:
             raise HookError(
-                f"{REDUCER}: {function.path}: what it returned gave no scalar of {len(values_T)} token losses"
+                f"{REDUCER}: {function.path}: its function returned no scalar for {len(values_T)} token losses"
             )
         return reduced / (self.tokens if by_token else self.rollouts)
 
@@ -209,7 +209,7 @@ class UserPolicyLoss(PolicyLoss):
 def user_policy_loss(
     loss: PolicyLoss, rows: Sequence[TrainingSample], executions: Sequence[Hashable], settings: Settings
 ) -> PolicyLoss:
-    """Return the loss of a step with the user's functions of [train]; `rows` have their loss weights.
+    """Return the loss of a step with the user's functions of [train]. `rows` have their loss weights.
 
     Without such functions the loss is returned unchanged.
     """

@@ -20,7 +20,7 @@ from slimectl.user_code import Hook, complete_path, load_callable, parameter_nam
 class HookSpec:
     """One hook: its setting, accepted signatures and return value.
 
-    `shapes` are the accepted signatures: the second applies if a callable has a parameter that only the second offers.
+    `shapes` are the accepted signatures. The second applies if a callable has a parameter that only the second offers.
     """
 
     setting: str
@@ -29,16 +29,16 @@ class HookSpec:
 
     @property
     def offers(self) -> tuple[str, ...]:
-        """Parameter names of the first signature; `settings` is an alias of `args`."""
+        """Parameter names of the first signature. `settings` is an alias of `args`."""
         return _names(self.shapes[0])
 
     def shape(self) -> str:
-        """Describe the signature: "called with …; returns …"."""
+        """Describe the signature, as "called with …; returns …"."""
         alternatives = "".join(f"; or {', '.join(self._additional_names(shape))} instead" for shape in self.shapes[1:])
         return f"called with {', '.join(self.offers)}{alternatives}; returns {self.returns}"
 
     def alternatives(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Return, for each further signature, its own parameters and those of the first that they replace."""
+        """Return, for each further signature, its own parameters and the ones of the first that they replace."""
         return [
             (self._additional_names(shape), tuple(name for name in self.offers if name not in _names(shape)))
             for shape in self.shapes[1:]
@@ -54,8 +54,8 @@ class HookSpec:
     ) -> Hook:
         """Load the callable at `path`, unless it is given. Raises HookError if its parameters do not fit.
 
-        A path without the name of a function means one with a customary name. With `batched` a function of many
-        samples goes first. `setting` is the name in errors if the path comes from another setting than the hook's own.
+        If the path has no function name, a function with a customary name is used. With `batched`, names of functions
+        of many samples are tried first. `setting` is the name in errors if the path comes from a different setting.
         """
         first = self.shapes[0]
         setting = setting or self.setting
@@ -80,10 +80,10 @@ class HookSpec:
         return tuple(name for name in _names(shape) if name not in self.offers)
 
     def _load_class(self, path: str) -> Hook:
-        """Load a class whose instances give groups."""
+        """Load a class whose instances are sources of groups."""
         data_source = Hook(path, setting=self.setting, offers=self.offers)
         if not callable(getattr(data_source.function, "get_samples", None)):
-            raise HookError(f"{self.setting}: {path} has no get_samples. Name a class with this method")
+            raise HookError(f"{self.setting}: {path} has no get_samples. Give a class with this method")
         return data_source
 
 
@@ -135,7 +135,7 @@ HOOKS: dict[str, HookSpec] = {
         (
             "score.custom_reward_post_process_path",
             [signatures.RewardPostProcess],
-            "(raw_rewards, rewards), a number a sample each",
+            "(raw_rewards, rewards), one number per sample in each",
         ),
         ("train.custom_convert_samples_to_train_data_path", [signatures.ConvertSamples], "a dict of lists"),
         (
@@ -205,9 +205,9 @@ CUSTOMARY_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
         "track.custom_eval_rollout_log_function_path": ["log_eval_rollout_data"],
     }.items()
 }
-"""Names of the function in a file or module that a path names without a function, by setting.
+"""Customary function names, by setting, for a path to a file or module without a function name.
 
-The first names go first; among the names of one string there must be no doubt.
+Earlier strings are tried first. The file may have only one of the names within one string.
 """
 
 
@@ -234,7 +234,7 @@ def _paths(settings: Settings, setting: str) -> list[str]:
 
 
 def hook(settings: Settings, setting: str) -> Hook | None:
-    """Return the callable of a setting that has at most one; None if it is not set."""
+    """Return the callable of a setting that has at most one, or None if it is not set."""
     callables = hooks(settings, setting)
     return callables[0] if callables else None
 
@@ -247,7 +247,7 @@ def required_hook(settings: Settings, setting: str) -> Hook:
 
 
 def check_hooks(settings: Settings, *prefixes: str) -> None:
-    """Load every callable of the settings with these prefixes (all if none is given), before any model is loaded.
+    """Load every callable of the settings with these prefixes (default: all), before any model is loaded.
 
     Raises HookError for a callable that does not exist or does not fit.
     """
@@ -259,7 +259,7 @@ def check_hooks(settings: Settings, *prefixes: str) -> None:
 
 
 def _check_data_source(source: Hook, settings: Settings) -> None:
-    """Raise HookError if a data source lacks what the settings do not replace."""
+    """Raise HookError if a data source lacks a method that the settings do not replace."""
     if not hasattr(source.function, "__len__") and not settings.run.num_rollout:
         raise HookError(f"{source.name} has no __len__, so its epochs cannot be counted. Set run.num_rollout")
     if "dataset" in source.required and not settings.rollout.data:

@@ -19,13 +19,13 @@ from slimectl.user_code import in_one_line
 
 SETTING = "score.custom_rm_path"
 COLUMNS = ("prompts", "completions", "queries")
-"""Parameters of a function that takes the parts of many samples, as those of TRL and OpenRLHF do."""
+"""Parameters of a function of many samples whose parts are lists, as in TRL and OpenRLHF."""
 NAMES = (
     "prompt", "completion", "response", "label", "ground_truth", "solution_str", "data_source", "extra_info",
 )  # fmt: skip
-"""Parameters of a function that takes the parts of one sample, as verl's do."""
+"""Parameters of a function of the parts of one sample, as in verl."""
 PLURALS = {"prompt": "prompts", "completion": "completions"}
-"""Names of these parts in a function that takes many."""
+"""Names of these parts in a function of many samples."""
 
 
 _tokenizer = cache(tokenizer_of)
@@ -36,14 +36,14 @@ class OfSample:
 
     def __init__(self, function: Callable[[Sample], Any]) -> None:
         self.function = function
-        self.__module__ = getattr(function, "__module__", __name__)  # errors name its lines
+        self.__module__ = getattr(function, "__module__", __name__)  # errors quote lines of this module
 
     def __call__(self, sample: Sample) -> Any:
         return self.function(sample)
 
 
 def of_sample(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the parameter `sample`, if it takes one sample under another name.
+    """Return a function with the parameter `sample`, if the given one accepts one sample under another name.
 
     >>> of_sample(lambda each: each.index)(sample=Sample(index=7))
     7
@@ -63,7 +63,7 @@ def of_sample(function: Callable[..., Any]) -> Callable[..., Any]:
 class UserReward:
     """A user's reward function, loaded from a path or given, and called with one sample or many.
 
-    `setting` is what errors name. Raises HookError if its parameters do not fit.
+    `setting` is the setting that errors quote. Raises HookError if its parameters do not fit.
     """
 
     def __init__(self, source: str | Callable[..., Any], settings: Settings, setting: str = SETTING) -> None:
@@ -84,7 +84,7 @@ class UserReward:
         function = function.function if isinstance(function, OfSample) else function
         if inspect.isclass(function):
             raise HookError(f"{self.name} is a class. Create an instance in that file and name the instance.")
-        call_method = getattr(function, "__call__", None)  # noqa: B004  an object's own may be async
+        call_method = getattr(function, "__call__", None)  # noqa: B004  the object's own __call__ may be async
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
 
     @property
@@ -93,7 +93,7 @@ class UserReward:
         return self._hook.name
 
     def called(self, samples: Sequence[Sample]) -> Any:
-        """Return the function's result, or an awaitable of it. It gets copies, so that grading changes no sample."""
+        """Return the function's result, or an awaitable of it. It gets copies, so grading does not change samples."""
         copies = [detached_copy(sample) for sample in samples]
         if self._by_name:
             arguments = self._named(copies)
@@ -102,9 +102,9 @@ class UserReward:
         return self._hook.begin({"args": self._args, "settings": self._args, **arguments})
 
     def _named(self, samples: list[Sample]) -> dict[str, Any]:
-        """Return the parts of the samples by name; as lists, if the function takes many.
+        """Return the parts of the samples by name. They are lists if the function accepts many samples.
 
-        Raises HookError if it wants a name that no row has.
+        Raises HookError if it needs a name that no row has.
         """
         rows = [self._parts(sample) for sample in samples]
         if self.takes_many:
@@ -120,7 +120,7 @@ class UserReward:
         return {name: [row.get(name) for row in rows] for name in names} if self.takes_many else rows[0]
 
     def _texts(self, sample: Sample) -> dict[str, Any]:
-        """Return the parts of a sample as OpenRLHF names them: prompt and response as one text, with its markup.
+        """Return the parts of a sample with OpenRLHF's names: prompt and response as one text, with its markup.
 
         Raises HookError for a chat whose text is not known.
         """
@@ -134,13 +134,13 @@ class UserReward:
             prompt, query = sample.prompt, sample.prompt + sample.response
         else:
             raise HookError(
-                f"{self.name} wants queries, and the text of a chat is in its tokens. "
+                f"{self.name} needs queries, but the samples only have the tokens of a chat, not its text. "
                 "Set model.path, and score samples that `slimectl rollout` made."
             )
         return {"queries": query, "prompts": prompt, "labels": sample.label}
 
     def _parts(self, sample: Sample) -> dict[str, Any]:
-        """Return the parts of one sample under the names that reward functions of other programs have for them."""
+        """Return the parts of one sample under the names that reward functions of other programs use."""
         chat, label = not isinstance(sample.prompt, str), sample.label
         row, metadata = sample.extra, sample.metadata
         parts = {
@@ -150,7 +150,7 @@ class UserReward:
             "extra_info": metadata,
             "metadata": metadata,
             **row,
-            # A row may have the completion of somebody else.
+            # A row may have a completion by someone else.
             "prompt": sample.prompt,
             "completion": [{"role": "assistant", "content": sample.response}] if chat else sample.response,
             "completion_ids": sample.tokens[sample.prompt_length :],
@@ -168,7 +168,9 @@ class UserReward:
         """Return one reward per sample. Raises HookError if the number differs."""
         if not self.takes_many:
             return [self._plain(returned, samples[0])]
-        if "queries" in self._hook.wanted and isinstance(returned, dict):  # OpenRLHF's, beside scores and extra_logs
+        if "queries" in self._hook.wanted and isinstance(
+            returned, dict
+        ):  # OpenRLHF's result, with scores and extra_logs
             returned = returned.get("rewards")
         try:
             values = returned.tolist() if hasattr(returned, "tolist") else returned
@@ -188,7 +190,7 @@ class UserReward:
     def _plain(self, reward: Any, sample: Sample) -> Any:
         """Return the reward as plain JSON values, or None for no opinion.
 
-        Raises HookError, naming the sample, for other values.
+        Raises HookError, with the index of the sample, for other values.
         """
         if reward is None and self._skips_none:
             return None

@@ -40,9 +40,9 @@ KEEP, BUFFER = "rollout.dynamic_sampling_filter_path", "rollout.buffer_filter_pa
 
 
 def as_agent(function: Hook, args: FlatSettings) -> Agent:
-    """Wrap the user's generate function as an agent; the settings are among its arguments.
+    """Wrap the user's generate function as an agent. The settings are among its arguments.
 
-    A call that raises becomes a failed sample, whether the function is async or not; a call that exits ends the run.
+    If a call raises, its sample is marked as failed, for async functions too. A call that exits ends the run.
     """
 
     def agent(arguments: Mapping[str, Any]) -> Any:
@@ -75,7 +75,7 @@ def _as_samples(result: Any) -> Any:
 
 
 def _sampling_params(function: Hook, values: Any, base: SamplingParams) -> SamplingParams | None:
-    """Return what a function passed to `generate`. Raises HookError for an unknown key."""
+    """Return the parameters that a function passed to `generate`. Raises HookError for an unknown key."""
     try:
         return sampling_params_of(values, base)
     except (TypeError, ValueError) as error:
@@ -83,9 +83,9 @@ def _sampling_params(function: Hook, values: Any, base: SamplingParams) -> Sampl
 
 
 def agent_at(settings: Settings) -> Callable[[str], Agent]:
-    """Return a cached loader of the agent at a path that a sample names.
+    """Return a cached loader of the agent at the path that a sample gives.
 
-    The loader raises HookError if there is none, and RecordError if samples may not name one.
+    The loader raises HookError if the agent does not exist, and RecordError if samples may not choose one.
     """
 
     @cache
@@ -98,9 +98,9 @@ def agent_at(settings: Settings) -> Callable[[str], Agent]:
 
 
 async def apply_sample_hooks(sample: Sample, rollout_id: int | None, evaluation: bool, *, settings: Settings) -> Sample:
-    """Call the functions of rollout.sample_hook_path one after the other and return the last one's sample.
+    """Call the functions of rollout.sample_hook_path one after the other and return the sample from the last one.
 
-    An unknown round is taken to be the one in which a run without filters would sample the group.
+    An unknown round is assumed to be the one in which a run without filters would sample the group.
     """
     args = FlatSettings(settings)
     number = sample.group_index // settings.run.rollout_batch_size + 1 if rollout_id is None else rollout_id
@@ -117,9 +117,9 @@ async def apply_sample_hooks(sample: Sample, rollout_id: int | None, evaluation:
 
 
 def keep_group(samples: Group, *, settings: Settings) -> bool | tuple[bool, str] | tuple[bool, str, bool]:
-    """Call rollout.dynamic_sampling_filter_path: whether a finished group is trained on, and a reason if not.
+    """Call rollout.dynamic_sampling_filter_path. Return whether to train on a finished group, and the reason if not.
 
-    A third member says whether the group is trained on all the same if too few others are left for the round.
+    A third member is True if the group is still trained on when too few others are left for the round.
     """
     user_fn, args = required_hook(settings, KEEP), FlatSettings(settings)
     answer = filter_result(user_fn({"args": args, "settings": args, "samples": samples}))
@@ -133,7 +133,7 @@ def keep_group(samples: Group, *, settings: Settings) -> bool | tuple[bool, str]
 
 
 def take_from_buffer(buffer: list[Group], count: int, rollout_id: int, *, settings: Settings) -> list[Group]:
-    """Call rollout.buffer_filter_path, which removes groups from the buffer, and return them."""
+    """Call rollout.buffer_filter_path, which removes groups from the buffer, and return these groups."""
     user_fn, args = required_hook(settings, BUFFER), FlatSettings(settings)
     arguments = {"args": args, "settings": args, "rollout_id": rollout_id, "buffer": buffer, "num_samples": count}
     groups = as_groups(user_fn(arguments))
@@ -143,7 +143,7 @@ def take_from_buffer(buffer: list[Group], count: int, rollout_id: int, *, settin
 
 
 def process_all(groups: list[Group], source: GroupSource, *, settings: Settings) -> None:
-    """Call rollout.all_samples_process_path with the groups of a round, dropped ones included."""
+    """Call rollout.all_samples_process_path with the groups of a round, including dropped ones."""
     function, args = required_hook(settings, ALL), FlatSettings(settings)
     result = function({"args": args, "settings": args, "all_samples": groups, "data_source": source})
     if result is not None:
@@ -153,7 +153,7 @@ def process_all(groups: list[Group], source: GroupSource, *, settings: Settings)
 
 
 class TextModel:
-    """The model for functions that are not async: `generate` waits for the text of a response."""
+    """The model for functions that are not async. `generate` blocks until the text of a response is there."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class TextModel:
     def generate(self, prompt: str | Chat, **values: Any) -> GeneratedText:
         """Return the response to a prompt. `values` are sampling parameters, such as `temperature`.
 
-        Raises HookError in an async function, which would wait for itself.
+        Raises HookError in an async function, because the call would block its own event loop.
         """
         with suppress(RuntimeError):
             if asyncio.get_running_loop() is self._loop:
@@ -190,7 +190,7 @@ class UserRollout:
         self._model = TextModel(self._generate, attempts, self._loop)
 
     def groups(self, rollout_id: int, source: GroupSource) -> tuple[list[Group], Metrics]:
-        """Return one round's ungraded groups and the function's metrics; no groups at the end.
+        """Return one round's ungraded groups and the function's metrics. An empty list means the end of the data.
 
         Raises HookError if the function returns anything else.
         """
@@ -241,7 +241,7 @@ class UserRollout:
         return groups, logged | self._check_metrics(metrics)
 
     def _result(self, arguments: Mapping[str, Any]) -> Any:
-        """Return what the function returns. One that asks for `model` runs in a thread, which waits for the loop."""
+        """Return the function's result. A function with a parameter `model` runs in a thread, as `model` blocks."""
         if "model" in self._hook.wanted:
             result = run_on(self._loop, asyncio.to_thread(self._hook.begin, arguments))
         else:
@@ -249,7 +249,7 @@ class UserRollout:
         return run_on(self._loop, _await_result(result)) if inspect.isawaitable(result) else result
 
     def _number(self, groups: list[Group], prompts: list[Group]) -> None:
-        """Give samples that the function made the numbers, labels and metadata of the prompts, by their position."""
+        """Copy numbers, labels and metadata of the prompts to samples that the function created, by position."""
         originals = {id(sample) for sample in flatten(prompts)}
         if all(id(sample) in originals for sample in flatten(groups)):
             return
@@ -257,7 +257,7 @@ class UserRollout:
         if sizes != expected:
             raise HookError(
                 f"{self._hook.name} returned groups of {sizes} samples for prompts of {expected}. "
-                f"Return a group for each prompt, with as many samples, in the order of prompts"
+                f"Return a group for each prompt, with the same number of samples, in the order of prompts"
             )
         for sample, original in zip(flatten(groups), flatten(prompts), strict=True):
             sample.group_index, sample.index = original.group_index, original.index
@@ -295,14 +295,14 @@ class UserRollout:
     def _check_groups(self, groups: list[Group]) -> None:
         location = f"{FUNCTION}: {self._hook.path}"
         if any(images_of(sample) for sample in flatten(groups)):
-            raise HookError(f"{location}: prompts with images are sampled by slimectl alone; leave the function out")
+            raise HookError(f"{location}: only slimectl can sample prompts with images. Remove the function")
         group_indices = [group[0].group_index for group in groups]
         if len(set(group_indices)) < len(group_indices):
-            raise HookError(f"{location}: two groups of a round have the same group_index; take them from data_source")
+            raise HookError(f"{location}: two groups of a round have the same group_index. Take them from data_source")
         if groups and all(map(_is_unanswered, flatten(groups))):
             raise HookError(
-                f"{location} returned samples without answers; return what attempt(group) makes of each group, or "
-                f"append what generate(tokens) returns with sample.append_response_tokens"
+                f"{location} returned samples without responses. Return what attempt(group) returns for each group, or "
+                f"append the result of generate(tokens) with sample.append_response_tokens"
             )
 
     def _check_metrics(self, metrics: Any) -> Metrics:

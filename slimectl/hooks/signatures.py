@@ -26,11 +26,11 @@ Generate = Callable[..., Awaitable[Completion]]
 """`await generate(tokens, sampling_params)`: returns the engine's completion of these tokens."""
 
 Attempt = Callable[[Group], Awaitable[Group]]
-"""`await attempt(group)`: samples every answer of the group as [rollout] says, with its generate function."""
+"""`await attempt(group)`: samples every response of the group as set in [rollout], with its generate function."""
 
 
 class DataSource(Protocol):
-    """Source of groups: the samples of one prompt together, each with its prompt and an empty response.
+    """Source of groups. A group is the samples of one prompt, each with its prompt and an empty response.
 
     `dataset` has the prompts of rollout.data. Only `get_samples` is required.
     """
@@ -38,19 +38,19 @@ class DataSource(Protocol):
     def __init__(self, args: FlatSettings, dataset: PromptDataset) -> None: ...
 
     def get_samples(self, n: int) -> list[Group] | list[Sample]:
-        """Return the next `n` groups; fewer at the end. A Sample in place of a group is copied for the whole group."""
+        """Return the next `n` groups, or fewer at the end. A Sample instead of a group is copied for the group."""
         ...
 
     def add_samples(self, groups: list[Group]) -> None:
-        """Take groups back: `get_samples` returns them again before new ones."""
+        """Take groups back. `get_samples` returns them again before new ones."""
         ...
 
     def save(self, rollout_id: int) -> Any:
-        """Return the state after this round as JSON, which is saved with the run; or None if the source saved it."""
+        """Return the state after this round as JSON to save with the run, or None if the source saved it itself."""
         ...
 
     def load(self, rollout_id: int, state: Any) -> None:
-        """Restore the state after this round; `state` is what `save` returned then."""
+        """Restore the state after this round. `state` is the value that `save` returned then."""
         ...
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class Model(Protocol):
 
 
 class RolloutFunction(Protocol):
-    """Samples a whole round. Samples without a reward are graded as [score] says.
+    """Samples a whole round. Samples without a reward are graded as set in [score].
 
     `prompts` are the groups of the round, drawn from the data source if the function has this parameter.
     """
@@ -89,7 +89,7 @@ class RolloutFunction(Protocol):
 
 
 class GenerateFunction(Protocol):
-    """Generates one sample, with turns and tools; a returned list is a fan-out."""
+    """Generates one sample, with turns and tools. If it returns a list, the attempt has several samples (fan-out)."""
 
     def __call__(
         self,
@@ -123,15 +123,15 @@ class RewardFunction(Protocol):
 
 
 class BatchRewardFunction(Protocol):
-    """Returns the rewards of many samples: siblings with score.group_rm, else up to score.batch_size."""
+    """Returns the rewards of many samples: one group with score.group_rm, otherwise up to score.batch_size samples."""
 
     def __call__(self, args: FlatSettings, samples: list[Sample]) -> list[Any]: ...
 
 
 class ColumnRewardFunction(Protocol):
-    """Returns the rewards of many samples, whose parts are lists: TRL's shape. `row` are further keys of their rows.
+    """Returns the rewards of many samples, whose parts are lists, as in TRL. `row` holds other keys of their rows.
 
-    With `queries`, prompt and response in one text, it is OpenRLHF's shape: prompts are texts, and `labels` are there.
+    With `queries` (prompt and response in one text), as in OpenRLHF, prompts are texts, and it gets `labels`.
     """
 
     def __call__(
@@ -140,9 +140,9 @@ class ColumnRewardFunction(Protocol):
 
 
 class NamedRewardFunction(Protocol):
-    """Returns the reward of one sample from its parts: verl's shape. `row` are further keys of its row.
+    """Returns the reward of one sample from its parts, as in verl. `row` holds other keys of its row.
 
-    `completion` is the response, as a message of the assistant in a list where the prompt is a chat.
+    `completion` is the response. If the prompt is a chat, it is a list with one assistant message.
     """
 
     def __call__(
@@ -161,40 +161,40 @@ class NamedRewardFunction(Protocol):
 
 
 class RewardPostProcess(Protocol):
-    """Returns a round's rewards to log, and rewards that become advantages without comparison with siblings."""
+    """Returns a round's rewards to log, and rewards that become advantages without comparison within the group."""
 
     def __call__(self, args: FlatSettings, samples: list[Sample]) -> tuple[list[float], list[float]]: ...
 
 
 class DynamicFilter(Protocol):
-    """Returns whether a finished group is trained on; a dropped group is replaced by another prompt.
+    """Returns whether a finished group is trained on. A dropped group is replaced by another prompt.
 
-    An object with `keep` and `reason` counts as such a tuple.
+    It may also return an object with `keep` and `reason` instead of such a tuple.
     """
 
     def __call__(self, args: FlatSettings, samples: Group) -> bool | tuple[bool, str]: ...
 
 
 class BufferFilter(Protocol):
-    """Removes the groups with which a round starts from `buffer` and returns them."""
+    """Removes the groups that a round starts with from `buffer` and returns them."""
 
     def __call__(self, args: FlatSettings, rollout_id: int, buffer: list[Group], num_samples: int) -> list[Group]: ...
 
 
 class SampleFilter(Protocol):
-    """Sets `remove_sample` of samples that are not to be trained on; `data` is a round's groups."""
+    """Sets `remove_sample` of samples that are not trained on. `data` holds a round's groups."""
 
     def __call__(self, args: FlatSettings, data: list[Group]) -> None: ...
 
 
 class AllSamplesProcess(Protocol):
-    """Gets the groups of a round and those that the dynamic filter dropped, in the order in which they finished."""
+    """Gets the groups of a round, including the groups that the dynamic filter dropped, in order of completion."""
 
     def __call__(self, args: FlatSettings, all_samples: list[Group], data_source: DataSource) -> None: ...
 
 
 class SampleHook(Protocol):
-    """Called with every sample after generation, before grading; returning None keeps it (changed in place or not)."""
+    """Called with every sample after generation, before grading. None keeps the sample, with changes made in place."""
 
     def __call__(self, args: FlatSettings, sample: Sample, rollout_id: int, evaluation: bool) -> Sample | None: ...
 
@@ -206,13 +206,13 @@ class DataPostprocess(Protocol):
 
 
 class GroupPostprocess(Protocol):
-    """May change the loss masks of a round's samples in place, which stand in groups."""
+    """May change the loss masks of a round's samples in place. The samples are in groups."""
 
     def __call__(self, args: FlatSettings, rollout_id: int, samples: list[Group]) -> None: ...
 
 
 class LossFunction(Protocol):
-    """Returns the loss of one pack, as a sum over its tokens; `logits` [T, vocabulary], divided by the temperature,
+    """Returns the loss of one pack, as a sum over its tokens. `logits` [T, vocabulary] (divided by the temperature),
     `log_probs` [T] and `entropy` [T] carry gradients. `batch` has slime's keys too (`hooks/loss.py`, LossBatch)."""
 
     def __call__(
@@ -233,9 +233,9 @@ class AdvantageFunction(Protocol):
 
 
 class ImportanceSampling(Protocol):
-    """Corrects the loss of each token [T] for the engine's probabilities; all lists have a tensor [R] per sample.
+    """Corrects the loss of each token [T] for the engine's probabilities. All lists have a tensor [R] per sample.
 
-    Tokens that the returned masks drop lose their gradient, and still count in the denominator.
+    Tokens that the returned masks drop get no gradient, but still count in the denominator.
     """
 
     def __call__(
@@ -285,7 +285,7 @@ class RolloutLog(Protocol):
 
 
 class EvalLog(Protocol):
-    """Like RolloutLog for an evaluation; data[NAME] has "rewards", "truncated" and "samples" of that dataset."""
+    """Like RolloutLog for an evaluation. data[NAME] has "rewards", "truncated" and "samples" of that dataset."""
 
     def __call__(
         self, rollout_id: int, args: FlatSettings, data: dict[str, dict[str, Any]], extra_metrics: Metrics
@@ -293,9 +293,9 @@ class EvalLog(Protocol):
 
 
 class ModelProvider(Protocol):
-    """Returns a pipeline stage's part of the model: what `build()` builds, or a GPTModel of your own.
+    """Returns a pipeline stage's part of the model: the result of `build()`, or a GPTModel of your own.
 
-    `config` is megatron-core's TransformerConfig of config.json and the settings.
+    `config` is megatron-core's TransformerConfig, built from config.json and the settings.
     """
 
     def __call__(
@@ -317,13 +317,13 @@ class MegatronInit(Protocol):
 
 
 class BeforeLogProb(Protocol):
-    """Called before every pass for log-probabilities; `store_prefix` is "" for the policy, "ref_" or "teacher_"."""
+    """Called before every pass for log-probabilities. `store_prefix` is "" for the policy, "ref_" or "teacher_"."""
 
     def __call__(self, args: FlatSettings, model: Sequence[Any], store_prefix: str) -> None: ...
 
 
 class BeforeTrainStep(Protocol):
-    """Called before every optimizer step; `scheduler(step)` returns the learning rate of an optimizer step."""
+    """Called before every optimizer step. `scheduler(step)` returns the learning rate of an optimizer step."""
 
     def __call__(
         self,

@@ -46,30 +46,30 @@ SAMPLE_FIELDS = {
 
 
 def apply_sample_filter(samples: Sequence[Sample], *, settings: Settings) -> None:
-    """Call rollout.sample_filter_path on the groups, which sets `remove_sample`; calling it again changes nothing.
+    """Call rollout.sample_filter_path on the groups, which sets `remove_sample`. A second call changes nothing.
 
-    Raises HookError if it returns a value: then it is not such a filter.
+    Raises HookError if the function returns a value, because then it is not such a filter.
     """
     function, args = required_hook(settings, FILTER), FlatSettings(settings)
     groups = sample_groups(samples)
     result = function({"args": args, "settings": args, "data": groups})
     if result is not None:
-        raise function.returned(result, "nothing; set sample.remove_sample of those that are to be left out")
+        raise function.returned(result, "nothing; set sample.remove_sample of samples to skip")
     for sample in samples:
         sample.remove_sample = plain_value(sample.remove_sample)
         if not isinstance(sample.remove_sample, bool):
             value = kind_of(sample.remove_sample)
             raise HookError(
-                f"{FILTER}: {function.path} set remove_sample of sample {sample.index} to {value}; set True or False"
+                f"{FILTER}: {function.path} set remove_sample of sample {sample.index} to {value}. Set True or False"
             )
 
 
 def post_process_rewards(samples: Sequence[Sample], *, settings: Settings) -> tuple[list[float], list[float]]:
-    """Return (rewards to log, rewards to train on) of score.custom_reward_post_process_path."""
+    """Return (rewards to log, rewards to train on) from score.custom_reward_post_process_path."""
     function, args = required_hook(settings, REWARDS), FlatSettings(settings)
     result = function({"args": args, "settings": args, "samples": list(samples)})
     if not isinstance(result, tuple | list) or len(result) != 2:
-        raise function.returned(result, "(raw_rewards, rewards), a number a sample each")
+        raise function.returned(result, "(raw_rewards, rewards), one number per sample in each")
     count = len(samples)
     return _check_rewards(function, "raw_rewards", result[0], count), _check_rewards(
         function, "rewards", result[1], count
@@ -80,7 +80,7 @@ def _check_rewards(function: Hook, name: str, values: Any, count: int) -> list[f
     numbers = plain_numbers(values)
     if len(numbers) != count:
         raise HookError(
-            f"{function.setting}: {function.path} returned {len(numbers)} {name} for {count} samples; one each"
+            f"{function.setting}: {function.path} returned {len(numbers)} {name} for {count} samples. Return one each"
         )
     for i, number in enumerate(numbers):
         if not is_number(number):
@@ -93,25 +93,27 @@ def _check_rewards(function: Hook, name: str, values: Any, count: int) -> list[f
 def convert_samples(samples: list[Sample], *, settings: Settings) -> list[Sample]:
     """Return the samples converted by train.custom_convert_samples_to_train_data_path.
 
-    The function returns a dict of lists: "tokens", "response_lengths" and "rewards"; "loss_masks" and log-probabilities
-    by the names of `SAMPLE_FIELDS`; "group_indices" and "rollout_ids" unless there is one row per sample, in order.
-    Other entries are ignored.
+    The function returns a dict of lists: "tokens", "response_lengths" and "rewards". It may also have "loss_masks",
+    log-probabilities by the names of `SAMPLE_FIELDS`, and "group_indices" and "rollout_ids". The last two are required
+    unless there is one row per sample, in order. Other entries are ignored.
     """
     function, args = required_hook(settings, CONVERT), FlatSettings(settings)
     data = function({"args": args, "settings": args, "samples": list(samples)})
     if not isinstance(data, dict) or not all(name in data for name in ("tokens", "response_lengths", "rewards")):
-        raise function.returned(data, 'a dict with "tokens", "response_lengths" and "rewards", a list each')
+        raise function.returned(data, 'a dict with the lists "tokens", "response_lengths" and "rewards"')
     count = len(data["tokens"])
     if count != len(samples) and not {"group_indices", "rollout_ids"} <= data.keys():
         raise HookError(
-            f"{CONVERT}: {function.path} made {count} rows of {len(samples)} samples; give group_indices and "
-            f"rollout_ids, that say which belong together"
+            f"{CONVERT}: {function.path} made {count} rows of {len(samples)} samples. Give group_indices and "
+            f"rollout_ids to show which rows belong together"
         )
     for name, column in data.items():
         if name in {"tokens", "response_lengths", "rewards", "group_indices", "rollout_ids", *SAMPLE_FIELDS} and (
             len(column) != count
         ):
-            raise HookError(f"{CONVERT}: {function.path}: {len(column)} {name} for {count} tokens; one for each row")
+            raise HookError(
+                f"{CONVERT}: {function.path}: {len(column)} {name} for {count} tokens. Return one for each row"
+            )
     _check_rewards(function, "rewards", data["rewards"], count)
     bases = samples if count == len(samples) else [Sample(index=i, status=Status.COMPLETED) for i in range(count)]
     return [_to_sample(function, data, i, base) for i, base in enumerate(bases)]
@@ -135,7 +137,7 @@ def _to_sample(function: Hook, data: Mapping[str, Any], i: int, base: Sample) ->
 
 
 def round_data(rows: Sequence[TrainingSample], samples: Sequence[Sample], rewards: Sequence[float]) -> dict[str, Any]:
-    """Return a round as a dict of lists with an entry per sample that is trained on: R numbers each, or None."""
+    """Return a round as a dict of lists with an entry per trained sample: R numbers each, or None."""
     data: dict[str, Any] = {
         name: [getattr(row, field) or None for row in rows]
         for name, field in ROW_FIELDS.items()
@@ -183,7 +185,7 @@ def postprocess(
 def _postprocess_groups(
     function: Hook, rows: Sequence[TrainingSample], samples: Sequence[Sample], arguments: Mapping[str, Any]
 ) -> None:
-    """Call a function that takes the groups of a round, and apply the loss masks that it left in their samples."""
+    """Call a function with the groups of a round, and apply the loss masks that it wrote to their samples."""
     groups = sample_groups(samples)
     result = function({**arguments, "samples": groups})
     if result is not None:
@@ -207,14 +209,16 @@ def custom_advantages(
     function({"args": args, "settings": args, "rollout_data": data})
     location = f"{ADVANTAGE}: {function.path}"
     if "advantages" not in data:
-        raise HookError(f'{location} left no rollout_data["advantages"]; write a list of R numbers a sample')
+        raise HookError(f'{location} wrote no rollout_data["advantages"]. Write a list of R numbers per sample')
     if Need.CRITIC in settings.algorithm.needs and "returns" not in data:
-        raise HookError(f'{location} left no rollout_data["returns"], which the critic of ppo learns')
+        raise HookError(f'{location} wrote no rollout_data["returns"], which the critic of ppo is trained on')
     for name in ("advantages", "returns"):
         if name not in data:
             continue
         if len(data[name]) != len(rows):
-            raise HookError(f"{location} wrote {len(data[name])} {name} for {len(rows)} samples; one list a sample")
+            raise HookError(
+                f"{location} wrote {len(data[name])} {name} for {len(rows)} samples. Write one list per sample"
+            )
         for i, (row, raw_values) in enumerate(zip(rows, data[name], strict=True)):
             setattr(row, name, checked_numbers(function, name, raw_values, i, row.response_length))
 
@@ -224,7 +228,7 @@ def checked_numbers(function: Hook, name: str, values: Any, i: int, length: int)
     numbers = plain_numbers(values)
     if len(numbers) != length or not all(map(is_number, numbers)):
         raise HookError(
-            f"{function.setting}: {function.path}: {name} of sample {i}: must be {length} finite numbers, one a "
+            f"{function.setting}: {function.path}: {name} of sample {i}: must be {length} finite numbers, one per "
             "response token"
         )
     return [float(number) for number in numbers]

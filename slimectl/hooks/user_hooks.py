@@ -1,4 +1,4 @@
-"""The hooks that settings name by path, as the object that stages call."""
+"""The hooks that the settings give by path, as the object that stages call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEP = "megatron.custom_before_train_step_hook_path"
 
 
 class UserHooks(Hooks):
-    """The functions named in `settings`. Each is loaded when it is first called; `check_hooks` loads them before."""
+    """The functions that `settings` give by path. Each is loaded at its first call, or by `check_hooks`."""
 
     def __init__(self, settings: Settings) -> None:
         def on(setting: str, function: Any, default: Any = None) -> Any:
@@ -62,7 +62,7 @@ def _announce_step(policy: Policy, rollout_id: int, step_id: int) -> None:
     cast(PreStepHook, policy).before_step(rollout_id, step_id)
 
 
-# Imported where they are needed: commands that only sample start without torch.
+# Imported only here, so that commands that only sample start without torch.
 
 
 def _custom_loss(settings: Settings) -> Any:
@@ -80,7 +80,7 @@ def _policy_loss(
 
 
 def user_rollout_log(report: StepReport, tracked: Metrics, *, settings: Settings) -> Metrics:
-    """Return the metrics that trackers log of a report with samples.
+    """Return the metrics of a report with samples that go to the trackers.
 
     The metrics of the samples are left out if the user's function returns True.
     """
@@ -105,7 +105,7 @@ def user_rollout_log(report: StepReport, tracked: Metrics, *, settings: Settings
 def user_eval_log(
     rollout_id: int, samples: Mapping[str, Sequence[Sample]], metrics: Metrics, *, settings: Settings
 ) -> Metrics:
-    """Return the metrics that trackers log of an evaluation; none if the user's function returns True."""
+    """Return the metrics of an evaluation that go to the trackers. Empty if the user's function returns True."""
     function = required_hook(settings, EVAL_LOG)
     extra: Metrics = {}
 
@@ -136,13 +136,13 @@ def _replace(metrics: Metrics, values: Metrics) -> None:
 def _called(function: Hook, settings: Settings, arguments: Callable[[Arrange], dict[str, Any]]) -> tuple[bool, Metrics]:
     """Call a log function. Return whether it replaces the default log, and the metrics that it sent by `log`.
 
-    `arguments` makes those of a call from arranged samples.
+    `arguments` builds the arguments of a call from arranged samples.
     """
     args = FlatSettings(settings)
     with collected_metrics() as logged:
 
         def arranged(arrange: Arrange) -> dict[str, Any]:
-            logged.clear()  # of a call before, with samples in another arrangement
+            logged.clear()  # from an earlier call, with the samples in another arrangement
             return {"args": args, "settings": args, **arguments(arrange)}
 
         result = plain_value(call_with_samples(function, arranged))
@@ -152,11 +152,11 @@ def _called(function: Hook, settings: Settings, arguments: Callable[[Arrange], d
 
 
 def _check_numbers(function: Hook, metrics: Metrics) -> Metrics:
-    """Return the metrics as plain numbers. Raises HookError for names or values that no tracker accepts."""
+    """Return the metrics as plain numbers. Raises HookError for names or values that trackers reject."""
     numbers = {}
     for name, value in metrics.items():
         number = plain_number(value)
         if not isinstance(name, str) or number is None or math.isinf(number):
-            raise function.returned(value, f"numbers only: the metric {name!r} is none")
+            raise function.returned(value, f"numbers only: the metric {name!r} is not a number")
         numbers[name] = number
     return numbers

@@ -1,1 +1,1 @@
-"""Stand-ins for slime's own modules, by subject; `user_code/stand_ins.py` says which names of slime they implement."""
+"""Stand-ins for slime's own modules, by subject. `user_code/stand_ins.py` lists the names that they implement."""

@@ -1,4 +1,4 @@
-"""Functions of slime that cannot work here: each raises an error that says what to use in its place."""
+"""Functions of slime that do not work here. Each raises an error that suggests a replacement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SAME = {"eval_rollout_single_dataset": "eval_rollout", "post_process_rewards": 
 
 
 class AbsentFunction:
-    """Raises HookError when it is called."""
+    """A function that raises HookError when it is called."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name

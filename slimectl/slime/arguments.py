@@ -1,4 +1,4 @@
-"""`parse_args` for slime's flags, and functions by their paths."""
+"""`parse_args` for slime's flags, and loading functions by path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMAND_LINE = Place("command line", 1)
 
 
 class ProgramArguments(FlatSettings):
-    """Arguments of a program of its own, whose number of rollouts nothing else determines."""
+    """Arguments of a standalone program. Its number of rollouts comes from --num-rollout only."""
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -30,14 +30,14 @@ class ProgramArguments(FlatSettings):
 
 
 def parse_args(add_custom_arguments: Callable[[argparse.ArgumentParser], Any] | None = None) -> FlatSettings:
-    """Return the arguments of this program's command line, which are slime's flags, as hooks get them.
+    """Parse slime's flags on this program's command line and return them as the `args` that hooks get.
 
-    `add_custom_arguments` adds arguments of the program's own to a parser. A flag that slimectl has no setting for is
-    an attribute too. Ends the program, as argparse does, for an unknown flag or a wrong value.
+    `add_custom_arguments` adds the program's own arguments to a parser. Flags without a setting of slimectl become
+    attributes too. Like argparse, it exits the program for an unknown flag or a wrong value.
     """
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
-        epilog="All other options are flags of slime. docs/from-slime.md of slimectl names the settings that they set.",
+        epilog="All other options are flags of slime. docs/from-slime.md of slimectl lists the settings that they set.",
     )
     if add_custom_arguments is not None:
         parser = add_custom_arguments(parser) or parser
@@ -57,23 +57,23 @@ def _is_known(flag: Flag) -> bool:
 
 
 def _fault(flag: Flag) -> str:
-    """Return why a flag's values cannot be read; empty if they can."""
+    """Return why a flag's values cannot be read, or an empty string if they can."""
     row = SLIME.row(SLIME.name_of(flag.name))
     try:
         if row is not None and row.convert is not None:
             row.convert(flag)
     except ValueError as error:
-        return f"{flag}: {str(error).removesuffix('; set the key by hand')}"
+        return f"{flag}: {str(error).removesuffix('. Set the key by hand')}"
     return ""
 
 
 def _refusals(conversion: Conversion) -> list[str]:
-    """Return the errors of values that a setting refuses, as `run.num_rollout: input should be …`."""
+    """Return the errors of values that a setting rejects, such as `run.num_rollout: input should be …`."""
     return [item.reason for item in conversion.omissions if re.match(r"[a-z_]+\.[\w.]+: ", item.reason)]
 
 
 def _with_attributes(conversion: Conversion, flags: list[Flag], own: dict[str, Any]) -> FlatSettings:
-    """Return the settings as arguments, with the flags that no setting stands for, and the program's own."""
+    """Return the settings as arguments, with the flags that have no setting and the program's own arguments."""
     args = ProgramArguments(conversion.settings)
     omitted = {item.flag for item in conversion.omissions}
     for flag in flags:
@@ -90,7 +90,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 class SingletonMeta(type):
-    """Metaclass of classes that have one instance in a process."""
+    """Metaclass of classes with one instance per process."""
 
     _instances: ClassVar[dict[type, Any]] = {}
 

@@ -1,4 +1,4 @@
-"""Data sets and data sources as slime's functions subclass and read them, over the files that slimectl reads."""
+"""Data sets and data sources with slime's interface, over the files that slimectl reads."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = ["Sample"]
 
 
 def read_file(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file that slimectl reads; `path@[a:b]` is a slice of them."""
+    """Yield the rows of a file that slimectl can read. `path@[a:b]` is a slice of them."""
     return (row for _, row in ordered_rows([path]) if isinstance(row, dict))
 
 
 def get_minimum_num_micro_batch_size(total_lengths: Sequence[int], max_tokens_per_gpu: int) -> int:
-    """Return the number of packs into which first fit divides sequences of these lengths."""
+    """Return the number of packs that first-fit packing needs for sequences of these lengths."""
     return len(first_fit(total_lengths, max_tokens_per_gpu))
 
 
 def filter_long_prompt(
     origin_samples: Sequence[Sample], tokenizer: Any, processor: Any, max_length: int | None
 ) -> list[Sample]:
-    """Return the samples whose prompt, with its chat template, has at most `max_length` tokens."""
+    """Return the samples whose prompt has at most `max_length` tokens after the chat template is applied."""
     if max_length is None:
         return list(origin_samples)
     return [sample for sample in origin_samples if _prompt_length(sample, tokenizer) <= max_length]
@@ -45,9 +45,9 @@ def _prompt_length(sample: Sample, tokenizer: Any) -> int:
 
 
 class Dataset:
-    """The prompts of a file as samples, each with its label and metadata. Prompts that are too long are left out.
+    """The prompts of a file as samples, each with its label and metadata. Prompts that are too long are skipped.
 
-    With `apply_chat_template` prompts are the rendered texts of chats, else they stay as they are in the file.
+    With `apply_chat_template` the prompts are rendered chats. Otherwise they stay as they are in the file.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Dataset:
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        if isinstance(processor, int):  # older calls have the length in this place
+        if isinstance(processor, int):  # older calls pass the length here
             processor, max_length = None, processor
         keys = {"label_key": label_key, "tool_key": tool_key, "image_key": (multimodal_keys or {}).get("image")}
         options: dict[str, Any] = {name: key for name, key in keys.items() if key is not None}
@@ -81,13 +81,13 @@ class Dataset:
         self._position = 0
 
     def shuffle(self, new_epoch_id: int) -> None:
-        """Put the samples into the order of an epoch, which the seed and the epoch decide."""
+        """Put the samples into the order of an epoch, which depends on the seed and the epoch."""
         if self.epoch_id != new_epoch_id:
             order = shuffled_order(len(self.origin_samples), self.seed, new_epoch_id)
             self.samples, self.epoch_id = [self.origin_samples[i] for i in order], new_epoch_id
 
     def sample(self, num_samples: int) -> list[Any]:
-        """Return the next prompts; after the last one the first comes again."""
+        """Return the next prompts. After the last one it starts again with the first."""
         places = range(self._position, self._position + num_samples)
         self._position += num_samples
         return [self.samples[place % len(self.samples)].prompt for place in places]
@@ -115,13 +115,13 @@ def _rendered(sample: Sample, tokenizer: Any, template_kwargs: dict[str, Any] | 
 
 
 class DataSource:
-    """Base class of data sources, which have get_samples, add_samples, save, load and a length."""
+    """Base class of data sources. They have get_samples, add_samples, save, load and a length."""
 
 
 class RolloutDataSource(DataSource):
-    """Groups of the prompts of rollout.data, in the order of its seed. It is made by `(args)`, or by `(dataset, args)`.
+    """Groups from the prompts of rollout.data, in the order of its seed. Called with `(args)` or `(dataset, args)`.
 
-    Prompts are rendered by the run, as [rollout] says. The position is kept in a file of the run's folder.
+    The run renders the prompts as set in [rollout]. The position is kept in a file in the run's folder.
     """
 
     def __init__(self, args: Any, other_args: Any = None) -> None:
@@ -143,7 +143,7 @@ class RolloutDataSource(DataSource):
     def _next_prompts(self, count: int) -> list[Sample]:
         if self.dataset is None:
             return [Sample() for _ in range(count)]
-        if not hasattr(self.dataset, "samples"):  # a data set of the user's
+        if not hasattr(self.dataset, "samples"):  # the user's own data set
             drawn = self.dataset.sample(count)
             return [item if isinstance(item, Sample) else Sample(prompt=item) for item in drawn]
         prompts: list[Sample] = []
@@ -165,19 +165,19 @@ class RolloutDataSource(DataSource):
         return group
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Raise RuntimeError: nothing can be added to a data set."""
+        """Raise RuntimeError, because samples cannot be added to a data set."""
         raise RuntimeError(
-            f"{type(self).__name__} takes no samples back. Use RolloutDataSourceWithBuffer, or define add_samples."
+            f"{type(self).__name__} does not take samples back. Use RolloutDataSourceWithBuffer, or define add_samples."
         )
 
     def save(self, rollout_id: int) -> None:
-        """Write the position into the run's folder."""
+        """Write the position to the run's folder."""
         path = self._state_file(rollout_id)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(self.state_dict()) + "\n")
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Go back to the position of a round. Raises CheckpointError if it was not saved."""
+        """Return to the position of a round. Raises CheckpointError if it was not saved."""
         if rollout_id is None:
             return
         path = self._state_file(rollout_id)
@@ -191,7 +191,7 @@ class RolloutDataSource(DataSource):
         return {name: getattr(self, name) for name in _POSITION}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to the position of `state_dict`."""
+        """Return to the position of `state_dict`."""
         for name in _POSITION:
             setattr(self, name, state[name])
 
@@ -206,7 +206,7 @@ _POSITION = ("sample_offset", "epoch_id", "sample_group_index", "sample_index", 
 
 
 def _dataset_of(args: Any) -> Dataset | None:
-    """Return the data set of args.prompt_data; None without one."""
+    """Return the data set of args.prompt_data, or None if that is unset."""
     if not args.prompt_data:
         return None
     return Dataset(
@@ -223,7 +223,7 @@ def _dataset_of(args: Any) -> Dataset | None:
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """A data source that gives groups that came back first. rollout.buffer_filter_path chooses among them."""
+    """A data source that first returns groups that were added back. rollout.buffer_filter_path selects among them."""
 
     def __init__(self, args: Any, other_args: Any = None) -> None:
         super().__init__(args, other_args)
@@ -233,14 +233,14 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             self.buffer_filter = pop_first if path is None else load_function(path)
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Return groups of the buffer, then new ones."""
+        """Return groups from the buffer, then new ones."""
         groups: list[list[Sample]] = (
             self.buffer_filter(self.args, None, self.buffer, num_samples) if self.buffer else []
         )
         return [*groups, *super().get_samples(num_samples - len(groups))]
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Put groups into the buffer. Raises ValueError for a group of another size than n_samples_per_prompt."""
+        """Put groups into the buffer. Raises ValueError if a group does not have n_samples_per_prompt samples."""
         for group in samples:
             if not isinstance(group, list) or len(group) != self.args.n_samples_per_prompt:
                 raise ValueError(
@@ -257,7 +257,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self.buffer = [[Sample.from_dict(sample) for sample in group] for group in state["buffer"]]
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:
-        """Add to the metadata, which is kept with the position."""
+        """Add entries to the metadata, which is saved with the position."""
         self.metadata.update(metadata)
 
     def get_metadata(self) -> dict[str, Any]:

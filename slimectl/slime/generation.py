@@ -1,4 +1,4 @@
-"""slime's `generate` and what is built on it, by the engine of the run or by the router of `args`."""
+"""slime's `generate` and the functions built on it, using the run's engine or the router of `args`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from slimectl.stages.generation import GroupGenerator
 from slimectl.types import FINISHED, Sample, Status
 
 POLICY = ("actor", "default", "policy")
-"""Names of the model that is trained."""
+"""Names that mean the model being trained."""
 COMPLETE = (Status.COMPLETED, Status.TRUNCATED)
 
 
 class GenerateState:
-    """Parts that generate functions share: tokenizer, processor, sampling parameters, semaphore, tasks under way.
+    """State that generate functions share: tokenizer, processor, sampling parameters, semaphore and running tasks.
 
-    There is one for each event loop, as the semaphore belongs to it.
+    Each event loop has its own, because a semaphore belongs to one loop.
     """
 
     aborted = False
-    """Always False: an interrupted response says so by its status."""
+    """Always False: an interrupted response is marked by its status."""
 
     _of_loops: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, GenerateState]] = WeakKeyDictionary()
 
@@ -74,17 +74,17 @@ class GenerateState:
         return load_processor(self.args.hf_checkpoint)
 
     def reset(self) -> None:
-        """Forget the tasks under way."""
+        """Forget the running tasks."""
         self.remaining_batch_size = 0
         self.pendings: set[asyncio.Task[Any]] = set()
 
     @contextmanager
     def dp_rank_context(self) -> Iterator[int]:
-        """Give the rank 0: the engine places requests itself."""
+        """Return rank 0: the engine distributes requests itself."""
         yield 0
 
     def submit_generate_tasks(self, samples: list[list[Sample]]) -> None:
-        """Start to generate and grade these groups; `pendings` has their tasks."""
+        """Start to generate and grade these groups. `pendings` holds their tasks."""
         for group in samples:
             work = generate_and_rm_group(self.args, group, sampling_params=self.sampling_params.copy())
             self.pendings.add(asyncio.create_task(work))
@@ -94,7 +94,7 @@ class GenerateState:
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
     """Return the address of an endpoint of the engine, or of a model of args.sglang_model_routers.
 
-    Raises HookError for another model: the engine has the policy only.
+    Raises HookError for any other model, because the engine serves only the policy.
     """
     routers = args.sglang_model_routers or {}
     if model_name not in (*routers, *POLICY):
@@ -104,13 +104,13 @@ def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> st
         )
     if model_name in routers:
         ip, port = routers[model_name]
-    else:  # which an engine in this process does not have
+    else:  # an engine in this process has no address
         ip, port = args.sglang_router_ip, args.sglang_router_port
     return f"http://{ip}:{port}{endpoint}"
 
 
 async def generate(args: Any, sample: Sample, sampling_params: Mapping[str, Any]) -> Sample:
-    """Append one response of the engine to a sample; one that has a part of its response already goes on."""
+    """Append one response of the engine to a sample. A sample with a partial response is continued."""
     if not sample.tokens:
         sample.tokens = load_tokenizer(args.hf_checkpoint).encode(sample.prompt, add_special_tokens=False)
     parameters = {**sampling_params, "max_new_tokens": sampling_params["max_new_tokens"] - sample.response_length}
@@ -122,9 +122,9 @@ async def generate(args: Any, sample: Sample, sampling_params: Mapping[str, Any]
 
 
 async def generate_turn(args: Any, sample: Sample, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Append a turn of the engine to a sample that has tokens, set its status, and return the response as SGLang does.
+    """Append a turn of the engine to a sample that has tokens, set its status, and return SGLang's response.
 
-    `max_new_tokens` is the limit of this turn.
+    `max_new_tokens` limits this turn.
     """
     context = current_generation()
     if context is None:
@@ -142,7 +142,7 @@ async def generate_turn(args: Any, sample: Sample, sampling_params: Mapping[str,
 
 
 async def _turn_by_router(args: Any, sample: Sample, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask the router of `args`, where a function runs outside slimectl."""
+    """Ask the router of `args`, if the function runs outside slimectl."""
     payload = {"input_ids": sample.tokens, "sampling_params": dict(parameters), "return_logprob": True}
     if images := (sample.multimodal_inputs or {}).get("images"):
         payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
@@ -156,9 +156,9 @@ async def _turn_by_router(args: Any, sample: Sample, parameters: Mapping[str, An
 async def generate_and_rm(
     args: Any, sample: Sample, sampling_params: Mapping[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """Generate a sample as [rollout] says and grade it as [score] says; a list if the generate function returns one.
+    """Generate a sample as set in [rollout] and grade it as set in [score].
 
-    With group_rm it is not graded: its group is.
+    Returns a list if the generate function does. With group_rm the sample is not graded, because its group is.
     """
     if sample.status in COMPLETE:
         return sample
@@ -172,7 +172,7 @@ async def generate_and_rm(
 
 
 async def _attempt(args: Any, sample: Sample, sampling_params: Mapping[str, Any], evaluation: bool) -> list[Sample]:
-    """Return the samples that one attempt makes, by the user's generate function if there is one."""
+    """Return the samples of one attempt, from the user's generate function if there is one."""
     context = current_generation()
     if context is not None and context.attempts is not None:
         return await _with_parameters(context.attempts, sampling_params, evaluation).complete([sample])
@@ -193,7 +193,7 @@ def _with_parameters(attempts: GroupGenerator, values: Mapping[str, Any], evalua
 async def generate_and_rm_group(
     args: Any, group: list[Sample], sampling_params: Mapping[str, Any], evaluation: bool = False
 ) -> list[Any]:
-    """Generate and grade the samples of a group at the same time."""
+    """Generate and grade the samples of a group concurrently."""
     attempts = (generate_and_rm(args, sample, dict(sampling_params), evaluation) for sample in group)
     members = list(await asyncio.gather(*attempts))
     if args.group_rm:
@@ -204,17 +204,17 @@ async def generate_and_rm_group(
 
 
 def _flat(members: list[Any]) -> list[Sample]:
-    """Return the samples of a group; the parts of one attempt are a list among its members."""
+    """Return the samples of a group. The parts of one attempt are a list among its members."""
     return [part for member in members for part in (member if isinstance(member, list) else [member])]
 
 
 async def generate_rollout_async(
     args: Any, rollout_id: int, data_source: Callable[[int], list[list[Sample]]]
 ) -> tuple[RolloutFnTrainOutput, list[list[Sample]]]:
-    """Return a round of graded groups, and the groups that are left over, which are none here.
+    """Return a round of graded groups, and the leftover groups, of which there are none here.
 
-    `data_source` returns so many groups. Fewer groups come back where it ends. Filters of groups belong to slimectl's
-    own rounds: the settings refuse them beside a function for whole rounds.
+    `data_source` returns the given number of groups, or fewer if it runs out. Group filters only apply to slimectl's
+    own rounds. The settings do not allow them together with a function for whole rounds.
     """
     parameters = GenerateState(args).sampling_params
     groups = data_source(args.rollout_batch_size)

@@ -1,4 +1,4 @@
-"""Graders of slime's rm_hub under their names: each calls the verifier of slimectl for the same task."""
+"""Graders with the names of slime's rm_hub. Each calls the verifier of slimectl for the same task."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def remove_boxed(s: str | None) -> str | None:
-    r"""Return the content of a text that is one \boxed{}, or None."""
+    r"""Return the content of a text that is a single \boxed{}, or None."""
     return s[7:-1] if s is not None and s.startswith(r"\boxed{") and s.endswith("}") else None
 
 
 def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
-    """Return the verdict of the verifier `math` on a response. Without a ground truth nothing is right."""
+    """Return the verdict of the verifier `math` on a response. Without a ground truth every response is wrong."""
     return ground_truth not in (None, "") and _reward("math", solution_str, ground_truth) == 1.0
 
 
 def grade_answer_mathd(given_answer: str | None, ground_truth: str | None) -> bool:
-    """Return whether two answers are equal in value, as for the verifier `math`."""
+    """Return whether two answers have the same value, by the verifier `math`."""
     return equal(str(ground_truth), str(given_answer)) if None not in (given_answer, ground_truth) else False
 
 
@@ -81,7 +81,7 @@ def normalize_answer(s: str) -> str:
 
 
 def f1_score(prediction: str | None, ground_truth: Any) -> tuple[float, float, float]:
-    """Return (F1, precision, recall) of the words of an answer, by the verifier `f1`; zeros without a prediction."""
+    """Return (F1, precision, recall) over the words of an answer, by the verifier `f1`. Zeros without a prediction."""
     if prediction is None:
         return 0.0, 0.0, 0.0
     score = float(_reward("f1", prediction, ground_truth))

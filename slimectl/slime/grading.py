@@ -1,4 +1,4 @@
-"""Rewards of samples as `[score]` describes them, for slime's functions that grade for themselves."""
+"""Rewards of samples as set in `[score]`, for functions of slime that grade samples themselves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slimectl.stages.score import Grader
 from slimectl.types import Sample
 
 _graders: dict[int, tuple[Settings, Grader]] = {}
-"""Settings and their grader, by the settings' id. The settings are kept, so that the id stays theirs."""
+"""Settings and their grader, by the id of the settings. The settings are kept so that the id is not reused."""
 MAX_GRADERS = 8
 _is_grading: ContextVar[bool] = ContextVar("is_grading", default=False)
 
@@ -31,19 +31,19 @@ def _grader(args: Any) -> Grader:
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
-    """Return the reward of a sample: by its own function, that of the settings, its metadata.rm_type, or rm_type."""
+    """Return the reward of a sample: by its own function, or else [score], metadata.rm_type, or rm_type."""
     return (await batched_async_rm(args, [sample]))[0]
 
 
 async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Any]:
-    """Return the rewards of samples, in their order. They are not written into the samples.
+    """Return the rewards of samples, in order. They are not written into the samples.
 
-    Raises HookError in the reward function that the settings name: it would call itself without end.
+    Raises HookError if the reward function of the settings calls it, because that would never end.
     """
     if _is_grading.get():
         raise HookError(
-            "async_rm calls the reward function of the settings, and this function calls async_rm. Call a grader in "
-            "its place, such as slime.rollout.rm_hub.grade_answer_verl."
+            "async_rm calls the reward function of the settings, and this function calls async_rm. Call a grader "
+            "instead, such as slime.rollout.rm_hub.grade_answer_verl."
         )
     grader = _grader(args)
     token = _is_grading.set(True)
@@ -60,9 +60,9 @@ def _remote(url: str, max_retries: int) -> Verifier:
 
 
 async def remote_rm(args: Any, sample: Sample, max_retries: int = 10) -> Any:
-    """Return the reward that the server at args.rm_url gives, after at most `max_retries` requests.
+    """Return the reward from the server at args.rm_url, after at most `max_retries` requests.
 
-    Raises SettingsError without an address, and BackendError if the server does not answer.
+    Raises SettingsError if no address is set, and BackendError if the server does not answer.
     """
     url = settings_of(args).score.rm_url
     if not url:

@@ -1,6 +1,6 @@
-"""Mathematics of slime's losses, by slimectl's own: divergences, clipped losses, returns, and sums over samples.
+"""Slime's loss functions, computed by slimectl's own: divergences, clipped losses, returns, and sums over samples.
 
-Functions of custom losses get whole responses, so context parallelism divides nothing here.
+Custom loss functions get whole responses, so context parallelism does not split anything here.
 
 T tokens · V vocabulary
 """
@@ -24,7 +24,7 @@ Reduction = Callable[[Tensor], Tensor]
 def compute_approx_kl(
     log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: str, importance_ratio: Tensor | None = None
 ) -> Tensor:
-    """Return an estimate of the KL divergence at each token: k1, k2, k3 or low_var_kl, as `kl_estimate`.
+    """Return an estimate of the KL divergence at each token: k1, k2, k3 or low_var_kl, as in `kl_estimate`.
 
     It is multiplied by the `importance_ratio`, which makes it unbiased off policy (arXiv:2512.02556), and then clamped
     for low_var_kl.
@@ -39,7 +39,7 @@ def compute_approx_kl(
 def compute_policy_loss(
     ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the clipped surrogate loss of each token, and 1.0 where it is clipped, as `ppo_clip`.
+    """Return the clipped surrogate loss of each token, and 1.0 where it is clipped, as in `ppo_clip`.
 
     `ppo_kl` is the old log-probability minus the current one.
     """
@@ -54,7 +54,7 @@ def compute_gspo_kl(
     local_log_probs: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
 ) -> Tensor:
-    """Return mean(old - current) of each sequence at each of its tokens (GSPO, arXiv:2507.18071, eq. 7)."""
+    """Return mean(old - current) of each sequence, repeated for each of its tokens (GSPO, arXiv:2507.18071, eq. 7)."""
     sequences = zip(full_log_probs, full_old_log_probs, local_log_probs, loss_masks, strict=True)
     return torch.cat([_masked_mean(old - new, mask).expand_as(local) for new, old, local, mask in sequences])
 
@@ -64,7 +64,7 @@ def _masked_mean(values_T: Tensor, mask_T: Tensor) -> Tensor:
 
 
 def get_grpo_returns(rewards: Tensor, kl: Sequence[Tensor]) -> list[Tensor]:
-    """Return the reward of each sequence at each of its tokens."""
+    """Return the reward of each sequence, repeated for each of its tokens."""
     return [torch.ones_like(kl_T) * reward for reward, kl_T in zip(rewards, kl, strict=True)]
 
 
@@ -77,7 +77,7 @@ def get_reinforce_plus_plus_returns(
     kl_coef: float,
     gamma: float,
 ) -> list[Tensor]:
-    """Return the discounted returns of each sequence, as `reinforce_returns` (REINFORCE++, arXiv:2501.03262)."""
+    """Return the discounted returns of each sequence, as in `reinforce_returns` (REINFORCE++, arXiv:2501.03262)."""
     return [
         reinforce_returns(float(reward), kl_T, mask_T.to(kl_T), kl_coef=kl_coef, gamma=gamma)
         for reward, kl_T, mask_T in zip(rewards, kl, loss_masks, strict=True)
@@ -87,14 +87,14 @@ def get_reinforce_plus_plus_returns(
 def get_reinforce_plus_plus_baseline_advantages(
     rewards: Tensor, kl: Sequence[Tensor], loss_masks: Sequence[Tensor], kl_coef: float
 ) -> list[Tensor]:
-    """Return reward - kl_coef kl at each token. The rewards are relative to their group already."""
+    """Return reward - kl_coef kl at each token. The rewards are already relative to their group."""
     return [reward - kl_coef * kl_T for reward, kl_T in zip(rewards, kl, strict=True)]
 
 
 def get_advantages_and_returns(
     total_len: int, response_len: int, values: Tensor, rewards: Tensor, gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    """Return generalized advantages and returns of one response, as `generalized_advantages` (arXiv:1506.02438)."""
+    """Return generalized advantages and returns of one response, as in `generalized_advantages` (arXiv:1506.02438)."""
     mask_T = torch.ones_like(rewards)
     advantages_T = generalized_advantages(rewards, values, mask_T, gamma=gamma, lambd=lambd)
     return advantages_T, advantages_T + values
@@ -129,7 +129,7 @@ def compute_entropy_from_logits(logits: Tensor, process_group: Any = None) -> Te
 def calculate_log_probs_and_entropy(
     logits: Tensor, tokens: Tensor, tp_group: Any = None, with_entropy: bool = False, chunk_size: int = -1
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probability [T, 1] of each token and, if it is asked for, the entropy [T] of its distribution."""
+    """Return the log-probability [T, 1] of each token and, on request, the entropy [T] of its distribution."""
     return compute_log_probs(logits, tokens), compute_entropy_from_logits(logits) if with_entropy else None
 
 
@@ -146,8 +146,8 @@ def get_log_probs_and_entropy(
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Return log-probabilities and entropies of the responses, a tensor [T] for each.
 
-    The `logits` are those that a custom loss gets: a row for each response token, divided by the temperature already.
-    Raises ValueError for another number of rows.
+    The `logits` have a row for each response token, divided by the temperature, as in a custom loss.
+    Raises ValueError if the number of rows differs.
     """
     logits_TV = logits.squeeze(0) if logits.dim() == 3 else logits
     if len(logits_TV) != sum(response_lengths):
@@ -186,21 +186,21 @@ def get_sum_of_sample_mean(
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
-    """Return the tensor: it is that of the whole response already."""
+    """Return the tensor unchanged, because it already covers the whole response."""
     return tensor
 
 
 def slice_log_prob_with_cp(
     log_prob: Any, total_length: int, response_length: int, qkv_format: str = "thd", max_token_len: int | None = None
 ) -> Any:
-    """Return the values: they stay those of the whole response. Raises ValueError for another number of them."""
+    """Return the values unchanged, because they cover the whole response. Raises ValueError if their number differs."""
     if len(log_prob) != response_length:
         raise ValueError(f"{len(log_prob)} log-probabilities for {response_length} response tokens")
     return log_prob
 
 
 def slice_with_cp(tokens: Tensor, pad_value: Any, qkv_format: str = "thd", max_seq_len: int | None = None) -> Tensor:
-    """Return the tokens: a sequence stays whole. Raises ValueError for the format bshd, which pads."""
+    """Return the tokens unchanged: sequences are not split. Raises ValueError for the format bshd, which pads."""
     if qkv_format != "thd":
-        raise ValueError(f"qkv_format is {qkv_format!r}; sequences are packed here, as in 'thd'")
+        raise ValueError(f"qkv_format is {qkv_format!r}, but sequences are packed here. Use 'thd'")
     return tokens

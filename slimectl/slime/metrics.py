@@ -21,7 +21,7 @@ _COMPRESS: dict[str, Callable[[bytes, int], bytes]] = {
     "lzma": lambda data, level: lzma.compress(data, preset=level),
 }
 REPETITION_TAIL = 10_000
-"""Characters at the end of a text that are searched for repetition. Shorter texts count as free of it."""
+"""Number of characters at the end of a text that are searched for repetition. Shorter texts count as free of it."""
 REPETITION_RATIO = 10
 
 
@@ -32,7 +32,7 @@ def compute_metrics_from_samples(args: Any, samples: Sequence[Sample]) -> dict[s
 
 
 def compute_perf_metrics_from_samples(args: Any, samples: Sequence[Sample], rollout_time: float) -> dict[str, float]:
-    """Return the seconds of a round, and the tokens of its longest response per second."""
+    """Return the duration of a round in seconds, and the tokens per second of its longest response."""
     longest = max((sample.response_length for sample in samples), default=0)
     return {
         "rollout_time": rollout_time,
@@ -48,9 +48,9 @@ def dict_add_prefix(d: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 def compute_pass_rate(
     flat_rewards: Sequence[float], group_size: int, num_groups: int | None = None
 ) -> dict[str, float]:
-    """Return the mean pass@k over groups of `group_size` rewards, of which 1 is a success; none for groups of one.
+    """Return the mean pass@k over groups of `group_size` rewards. A reward of 1 is a success. Groups of one give none.
 
-    Chen et al. 2021, arXiv:2107.03374, eq. 1. Raises ValueError if the rewards are not whole groups.
+    Chen et al. 2021, arXiv:2107.03374, eq. 1. Raises ValueError if the rewards do not form whole groups.
     """
     if group_size == 1:
         return {}
@@ -93,12 +93,12 @@ def compression_ratio(
 
 
 def has_repetition(text: str) -> bool:
-    """Return whether the end of a long text compresses to less than a tenth."""
+    """Return whether the end of a long text compresses to less than a tenth of its size."""
     return len(text) > REPETITION_TAIL and compression_ratio(text[-REPETITION_TAIL:])[0] > REPETITION_RATIO
 
 
 def compute_rollout_step(args: Any, rollout_id: int) -> int:
-    """Return the step of a round on the chart: its number, or the training step that it begins with."""
+    """Return the x value of a round in charts: its number, or the number of its first training step."""
     if args.wandb_always_use_train_step:
         return int(rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
     return rollout_id
@@ -107,7 +107,7 @@ def compute_rollout_step(args: Any, rollout_id: int) -> int:
 def should_run_periodic_action(
     rollout_id: int, interval: int | None, num_rollout_per_epoch: int | None = None, num_rollout: int | None = None
 ) -> bool:
-    """Return whether an action is due after the round `rollout_id`, counted from 0, as slime counts.
+    """Return whether an action is due after round `rollout_id`, which is counted from 0 as in slime.
 
     It is due every `interval` rounds, at the end of an epoch, and after the last round. Without an interval it is never
     due.

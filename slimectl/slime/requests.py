@@ -1,4 +1,4 @@
-"""Requests to servers, coroutines run to their end, and free ports."""
+"""Requests to servers, running of coroutines, and free ports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slimectl.transport.http import PASSING, backoff_s, request
 
 TIMEOUT_S = 14400.0
 PROBE = ("8.8.8.8", 80)
-"""Address whose route names this machine's own address. No packet is sent."""
+"""An address for finding this machine's own address on the route to it. No packet is sent."""
 
 
 async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:
@@ -46,24 +46,24 @@ async def _retried(method: str, url: str, body: Any, max_retries: int, headers: 
 
 
 def init_http_client(args: Any) -> None:
-    """Return at once: requests here need no client that is made before them."""
+    """Do nothing: requests here need no client to be created first."""
 
 
 def get_rollout_num_engines(args: Any) -> int:
-    """Return the number of engines: of addresses, if engines are started elsewhere."""
+    """Return the number of engines, or the number of addresses if the engines are started elsewhere."""
     engine = args.engine
     return len(engine.url) or int(engine.num_engines)
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine to its end, also where an event loop is running already."""
+    """Run a coroutine to completion, even if an event loop is already running."""
     context = contextvars.copy_context()
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(context.run, asyncio.run, coroutine).result()
 
 
 def is_port_available(port: int) -> bool:
-    """Return whether a server could listen at a port of this machine."""
+    """Return whether a server could listen on a port of this machine."""
     with socket.socket() as candidate:
         candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -75,12 +75,12 @@ def is_port_available(port: int) -> bool:
 
 
 def find_available_port(base_port: int) -> int:
-    """Return a free port that lies 100 to 1000 above `base_port`, or near there."""
+    """Return a free port 100 to 1000 above `base_port`, or close to that range."""
     return get_free_port(base_port + random.randint(100, 1000))
 
 
 def get_free_port(start_port: int = 10_000, consecutive: int = 1) -> int:
-    """Return the first of `consecutive` free ports from `start_port` on. Raises OSError if there are none."""
+    """Return the first of `consecutive` free ports, searching from `start_port`. Raises OSError if there are none."""
     for port in range(start_port, 65_536 - consecutive):
         if all(is_port_available(port + offset) for offset in range(consecutive)):
             return port
@@ -88,7 +88,7 @@ def get_free_port(start_port: int = 10_000, consecutive: int = 1) -> int:
 
 
 def get_host_info() -> tuple[str, str]:
-    """Return the name and the address of this machine; SLIME_HOST_IP in the environment overrides the address."""
+    """Return the name and the address of this machine. SLIME_HOST_IP in the environment overrides the address."""
     address = os.environ.get("SLIME_HOST_IP", "")
     if not address:
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,4 @@
-"""Records that slime's functions pass and return: samples, and results of rollouts and filters."""
+"""Records that slime's functions accept and return: samples, and results of rollouts and filters."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ RolloutBatch = dict[str, Any]
 
 @dataclass(frozen=True)
 class MultimodalType:
-    """A kind of media: its name in messages, and its mark in a text."""
+    """A kind of media: its name in messages, and its placeholder in a text."""
 
     name: str
     placeholder: str
 
 
 class MultimodalTypes:
-    """The kinds of media that messages have."""
+    """The kinds of media that messages can have."""
 
     IMAGE: ClassVar = MultimodalType("image", "<image>")
     VIDEO: ClassVar = MultimodalType("video", "<video>")
@@ -42,7 +42,7 @@ class MultimodalTypes:
 
 @dataclass
 class RolloutFnTrainOutput:
-    """Groups of a round, and metrics."""
+    """The groups of a round, and metrics."""
 
     samples: list[Any]
     metrics: dict[str, Any] | None = None
@@ -66,7 +66,7 @@ def call_rollout_fn(fn: Callable[..., Any], *args: Any, evaluation: bool, **kwar
 
 @dataclass
 class DynamicFilterOutput:
-    """Whether a group is kept, and why not. With `keep_when_insufficient` it is kept if too few groups are left."""
+    """Whether a group is kept, and why not. With `keep_when_insufficient` it is kept if too few groups remain."""
 
     keep: Any
     reason: str | None = None
@@ -74,7 +74,7 @@ class DynamicFilterOutput:
 
 
 def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
-    """Call a filter, which may return a bool. Without one every group is kept."""
+    """Call a filter, which may return a bool. Without a filter every group is kept."""
     output = True if fn is None else fn(*args, **kwargs)
     return output if isinstance(output, DynamicFilterOutput) else DynamicFilterOutput(output)
 
@@ -82,7 +82,7 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
 def should_drop_dynamic_filter_output(
     output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
 ) -> bool:
-    """Return whether a group is dropped, where so many are collected or under way and so many are needed."""
+    """Return whether to drop a group, given the numbers of groups that are collected, running and needed."""
     is_needed = output.keep_when_insufficient and remaining_batch_size <= target_data_size
     return not output.keep and not is_needed
 
@@ -94,7 +94,7 @@ class MetricGatherer:
         self._reasons: Counter[str] = Counter()
 
     def on_dynamic_filter_drop(self, reason: str | None) -> None:
-        """Count one group that was dropped for a reason."""
+        """Count one dropped group under its reason."""
         if reason:
             self._reasons[reason] += 1
 
@@ -104,11 +104,11 @@ class MetricGatherer:
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Any], **kwargs: Any) -> DynamicFilterOutput:
-    """Keep groups whose rewards differ: the filter that most of slime's scripts name.
+    """Keep groups whose rewards differ. This is the filter that most of slime's scripts use.
 
     The parts of one trajectory are a list among the samples, and share their reward.
     """
-    from slimectl.stages.filters import nonzero_std  # with torch, which the records do without
+    from slimectl.stages.filters import nonzero_std  # needs torch, but the records must import without it
 
     trajectories = [part[0] if isinstance(part, list) else part for part in samples]
     keep, reason = nonzero_std(args, trajectories)
@@ -116,7 +116,7 @@ def check_reward_nonzero_std(args: Any, samples: list[Any], **kwargs: Any) -> Dy
 
 
 def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Any], **kwargs: Any) -> DynamicFilterOutput:
-    """Prefer groups whose rewards differ, and keep others if too few groups are left to fill the round."""
+    """Prefer groups whose rewards differ. Keep others if too few groups remain to fill the round."""
     output = check_reward_nonzero_std(args, samples)
     output.keep_when_insufficient = True
     return output

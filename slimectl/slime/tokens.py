@@ -20,13 +20,13 @@ from slimectl.types import Prompt
 
 @cache
 def load_tokenizer(name_or_path: str, **options: Any) -> Any:
-    """Load the tokenizer of a model folder. No code of it is run, whatever the options say."""
+    """Load the tokenizer of a model folder. Code in that folder is never run, whatever the options are."""
     return tokenizer_of(name_or_path)
 
 
 @cache
 def load_processor(name_or_path: str, **options: Any) -> Any:
-    """Load the processor of a model folder; None for a model that reads text only. No code of it is run."""
+    """Load the processor of a model folder, or return None if the model reads text only. Its code is never run."""
     import transformers
 
     if not any((Path(name_or_path) / name).exists() for name in ("preprocessor_config.json", "processor_config.json")):
@@ -36,7 +36,7 @@ def load_processor(name_or_path: str, **options: Any) -> Any:
 
 
 def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the arguments of a processor's call: tokens as lists, and media as tensors."""
+    """Return the arguments for calling a processor: tokens as lists, and media as tensors."""
     arguments = {**(multimodal_inputs or {}), "return_tensors": None}
     for kind in ("images_kwargs", "videos_kwargs", "audio_kwargs"):
         arguments[kind] = {**arguments.get(kind, {}), "return_tensors": "pt"}
@@ -44,16 +44,16 @@ def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:
-    """Return an image of Pillow as a data: URL of a PNG file, as engines read it."""
+    """Return a Pillow image as a data: URL of a PNG file, the form that engines read."""
     buffer = io.BytesIO()
     image.convert("RGB").save(buffer, format="PNG")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def process_vision_info(prompt: Any, processor: Any = None) -> dict[str, Any]:
-    """Return the images of a chat as images of Pillow, in their order; None without any.
+    """Return the images of a chat as Pillow images, in order, or None if it has none.
 
-    Paths are relative to the current folder. Raises RecordError for a video: engines here read no videos.
+    Paths are relative to the current folder. Raises RecordError for a video, because engines here do not read videos.
     """
     try:
         from PIL import Image
@@ -74,7 +74,7 @@ def _parts(content: Any) -> list[Mapping[str, Any]]:
 
 
 def _opened(pillow: Any, value: Any) -> Any:
-    """Return an image of a message as one of Pillow. Raises RecordError for a value that is no image."""
+    """Return an image of a message as a Pillow image. Raises RecordError if the value is not an image."""
     if isinstance(value, pillow.Image):
         return value
     try:
@@ -85,27 +85,27 @@ def _opened(pillow: Any, value: Any) -> Any:
 
 
 def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
-    """Return the number of tokens from the first 1 of each mask to its end."""
+    """Return the number of tokens from the first 1 of each mask to the end of the mask."""
     return [len(mask) - list(mask).index(1) if 1 in mask else 0 for mask in loss_masks]
 
 
 class MultiTurnLossMaskGenerator:
-    """Tokens and loss masks of chats, from the tokenizer's own chat template, whatever `tokenizer_type` says.
+    """Tokens and loss masks of chats, from the tokenizer's own chat template. `tokenizer_type` is ignored.
 
-    The assistant's turns have 1, their end token included. A message with `step_loss_mask` 0 has none.
+    The mask is 1 for the assistant's turns, including their end token. A message with `step_loss_mask` 0 is masked out.
     """
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
         self.tokenizer, self.tokenizer_type = tokenizer, tokenizer_type
 
     def get_loss_mask(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[list[int], list[int]]:
-        """Return the tokens of the chat and a mask of the same length. Raises RecordError for a chat that is none."""
+        """Return the tokens of the chat and a mask of the same length. Raises RecordError if it is not a chat."""
         chat = as_chat(messages)
         template = Template(self.tokenizer, Prompt(text=chat, tools=tools), None)
         return assistant_mask(chat, self.tokenizer, template)
 
     def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
-        """Return the number of tokens from the first 1 of each mask to its end."""
+        """Return the number of tokens from the first 1 of each mask to the end of the mask."""
         return get_response_lengths(loss_masks)
 
     def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_masks: Sequence[int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""HTTP client with retries on an event loop in a thread: a connection pool, pauses with jitter, a limit on the time."""
+"""HTTP client on an event loop in a thread: connection pool, retries, pauses with jitter, and a time limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class Background:
-    """Event loop thread that the first coroutine starts; may be used again after `stop`."""
+    """Event loop thread. The first coroutine starts it. It may be used again after `stop`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -36,7 +36,7 @@ class Background:
         return self._loop is not None
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
-        """Schedule a coroutine; returns a future for any thread. Cancelling it cancels the coroutine."""
+        """Schedule a coroutine and return a future for any thread. Cancelling the future cancels the coroutine."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -57,9 +57,9 @@ class Background:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped, and again after a SystemExit: asyncio lets sys.exit of any task end it.
+    """Run the loop until it is stopped, and restart it after a SystemExit: asyncio lets sys.exit of any task end it.
 
-    Other tasks would then wait for ever. The awaiter of the exiting task gets the SystemExit as its exception.
+    Otherwise other tasks would wait forever. The awaiter of the exiting task gets the SystemExit as its exception.
     """
     while True:
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
@@ -91,7 +91,7 @@ class RetryPolicy:
 
 
 class RequestRefused(Exception):
-    """One attempt failed; `passing` says whether a retry may succeed, `after_s` how long the server asks to wait."""
+    """One attempt failed. `passing` is whether a retry may succeed, `after_s` the wait that the server asks for."""
 
     def __init__(self, message: str, *, passing: bool, after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -100,9 +100,9 @@ class RequestRefused(Exception):
 
 
 class HttpClient:
-    """HTTP client on its own event loop in a daemon thread; a context manager that keeps connections until its exit.
+    """HTTP client on its own event loop in a daemon thread. A context manager that keeps connections until it exits.
 
-    Any thread may use it, including one that runs an event loop. Requests still in flight at the exit are cancelled.
+    Any thread may use it, including one that runs an event loop. Exiting cancels requests still in flight.
     """
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class HttpClient:
                             max(refused.after_s, backoff_s(tries, first_s=FIRST_WAIT_S, longest_s=LONGEST_WAIT_S))
                         )
         except TimeoutError:
-            message = f"{message}; no time left"
+            message = f"{message}. No time is left to try again"
         took = f"{tries} {'try' if tries == 1 else 'tries'}, {time.monotonic() - started:.0f} s"
         raise BackendError(f"{wanted_by} at {url}: {message} ({took})")
 
@@ -159,7 +159,7 @@ class HttpClient:
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
         try:
-            # Encoded here rather than by aiohttp: half a surrogate pair in a response is escaped, not an error.
+            # Encoded here rather than by aiohttp, so that an unpaired surrogate is escaped and is not an error.
             data = json.dumps(body).encode()
             async with self._open_session().post(url, data=data, headers=headers, allow_redirects=False) as response:
                 text = await _read(response)
@@ -167,12 +167,12 @@ class HttpClient:
                     raise _refusal(response.status, text, response.headers.get("Retry-After", ""))
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, aiohttp.InvalidURL):
-                raise RequestRefused("this is no address; write http://HOST:PORT/PATH", passing=False) from None
+                raise RequestRefused("not an address. Write http://HOST:PORT/PATH", passing=False) from None
             raise RequestRefused(f"no answer: {error or type(error).__name__}", passing=True) from None
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            raise RequestRefused(f"the answer is no JSON: {error_message(parsed(text))}", passing=False) from None
+            raise RequestRefused(f"the response is not JSON: {error_message(parsed(text))}", passing=False) from None
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -190,7 +190,7 @@ class HttpClient:
 
 
 def run_sync(make: Callable[[HttpClient], Awaitable[Result]]) -> Result:
-    """Run the awaitable that `make` returns to its result, for synchronous callers."""
+    """Run the awaitable that `make` returns and return its result, for synchronous callers."""
 
     async def awaited(asker: HttpClient) -> Result:
         return await make(asker)
@@ -205,7 +205,7 @@ async def _read(response: aiohttp.ClientResponse) -> str:
         chunks.append(chunk)
         size += len(chunk)
         if size > MOST_BYTES:
-            raise RequestRefused(f"the answer is longer than {MOST_BYTES >> 20} MiB", passing=False)
+            raise RequestRefused(f"the response is larger than {MOST_BYTES >> 20} MiB", passing=False)
     return b"".join(chunks).decode(errors="replace")
 
 

@@ -1,4 +1,4 @@
-"""Runs coroutines from synchronous code, also where the calling thread runs an event loop already, as in Jupyter."""
+"""Runs coroutines from synchronous code, even if the calling thread already runs an event loop, as in Jupyter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 def run_coroutine(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine to its end on a new event loop, as `asyncio.run` does, and return its result."""
+    """Run a coroutine to completion on a new event loop, as `asyncio.run` does, and return its result."""
     return _in_free_thread(lambda: asyncio.run(work))
 
 
@@ -40,7 +40,7 @@ def run_on(loop: asyncio.AbstractEventLoop, work: Awaitable[Result]) -> Result:
 
 
 def _in_free_thread(call: Callable[[], Result], *, interrupt: Callable[[], Any] = lambda: None) -> Result:
-    """Call in this thread, or in one of its own if this thread runs an event loop: asyncio refuses a second loop."""
+    """Call in this thread, or in a new one if this thread runs an event loop, because asyncio refuses a second loop."""
     if asyncio._get_running_loop() is None:
         return call()
     future: Future[Result] = Future()

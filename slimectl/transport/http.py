@@ -1,4 +1,4 @@
-"""Single HTTP requests, and responses: their JSON, their error messages, what is worth a retry and when."""
+"""Single HTTP requests and their responses: JSON, error messages, and when to retry."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Reply:
 
 
 def parsed(text: str) -> Any:
-    """Parse JSON; returns the text if it is none."""
+    """Parse JSON. Returns the text if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -38,14 +38,14 @@ def parsed(text: str) -> Any:
 
 
 def error_message(body: Any) -> str:
-    """Return the message in an error's body, on one line: SGLang, its router and OpenAI each use another field."""
+    """Return the message in an error's body, on one line. SGLang, its router and OpenAI each use a different field."""
     while isinstance(body, dict):
         body = next((body[key] for key in ("error", "message", "detail") if body.get(key)), str(dict(body)))
     return " ".join(str(body).split())[:LONGEST_MESSAGE] or "no reason given"
 
 
 def backoff_s(tries: int, *, first_s: float, longest_s: float) -> float:
-    """Return the pause after so many failed tries, with jitter, so that clients that failed together retry apart.
+    """Return the pause after this many failed tries, with jitter, so that clients that failed together retry apart.
 
     It is 50 to 100 % of `first_s`, twice that, four times that, … up to `longest_s`.
     """
@@ -53,7 +53,7 @@ def backoff_s(tries: int, *, first_s: float, longest_s: float) -> float:
 
 
 async def get(url: str, *, timeout_s: float, headers: Mapping[str, str] | None = None) -> Reply:
-    """Send a GET request. Raises BackendError if nobody answers in time."""
+    """Send a GET request. Raises BackendError if there is no response in time."""
     return await request("GET", url, timeout_s=timeout_s, headers=headers)
 
 
@@ -65,7 +65,7 @@ async def request(
     body: Mapping[str, Any] | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Reply:
-    """Send one request on a separate connection. Raises BackendError if nobody answers in time."""
+    """Send one request on a separate connection. Raises BackendError if there is no response in time."""
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=timeout_s)

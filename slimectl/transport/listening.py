@@ -18,18 +18,18 @@ SIOCGIFADDR = 0x8915
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Bind a listening socket; port 0 is any free one. Raises BackendError if taken, SettingsError for a bad host."""
+    """Bind a listening socket. Port 0 is any free one. Raises BackendError if taken, SettingsError for a bad host."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     except (socket.gaierror, UnicodeError):
-        raise SettingsError(f"--host: {host} is no address; give one of this machine, or 0.0.0.0 for all") from None
+        raise SettingsError(f"--host: {host} is not an address. Give one of this machine, or 0.0.0.0 for all") from None
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise BackendError(f"{host}:{port}: address already in use; try --port {_free_port(host)}") from None
+            raise BackendError(f"{host}:{port}: address already in use. Try --port {_free_port(host)}") from None
         reason = os.strerror(error.errno or 0).lower()
-        raise BackendError(f"{host}:{port}: cannot be listened on: {reason}; give another --host or --port") from None
+        raise BackendError(f"{host}:{port}: cannot listen here: {reason}. Give another --host or --port") from None
 
 
 def _free_port(host: str) -> int:
@@ -38,7 +38,7 @@ def _free_port(host: str) -> int:
 
 
 def interface(address: str) -> str | None:
-    """Return the network interface that has an IPv4 address; None where the system cannot be asked (not Linux)."""
+    """Return the network interface that has an IPv4 address, or None if the system does not provide it (not Linux)."""
     if not sys.platform.startswith("linux"):
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,4 @@
-"""What processes of one machine need to reach each other: no proxy in between, and paths short enough for sockets."""
+"""Lets processes of one machine reach each other: no proxy in between, and paths short enough for sockets."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket: sun_path of unix(7), without its terminating zero."""
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 RANDOM_CHARACTERS = 8
-"""Those that `tempfile` appends to a prefix."""
+"""Characters that `tempfile` appends to a prefix."""
 BELOW_BYTES = 48
-"""Room below a temporary folder: SGLang, vLLM and multiprocessing append up to 45 bytes, such as /UUID."""
+"""Bytes reserved below a temporary folder. SGLang, vLLM and multiprocessing append up to 45, such as /UUID."""
 
 
 def without_proxy(environ: Mapping[str, str], *hosts: str) -> dict[str, str]:
-    """Return NO_PROXY and no_proxy for an environment: what it excludes already, loopback addresses, and `hosts`."""
+    """Return NO_PROXY and no_proxy for an environment: its current exclusions, loopback addresses, and `hosts`."""
     listed = [entry.strip() for name in ("no_proxy", "NO_PROXY") for entry in environ.get(name, "").split(",")]
     entries = dict.fromkeys(entry for entry in [*listed, *LOOPBACK, *hosts] if entry)
     text = "*" if "*" in entries else ",".join(entries)
@@ -29,18 +29,18 @@ def without_proxy(environ: Mapping[str, str], *hosts: str) -> dict[str, str]:
 
 
 def bypass_proxies(*hosts: str) -> None:
-    """Let this process, and those that it starts from now on, reach loopback and `hosts` without a proxy."""
+    """Let this process, and processes that it starts from now on, reach loopback and `hosts` without a proxy."""
     os.environ.update(without_proxy(os.environ, *hosts))
 
 
 def scratch_folder(prefix: str, *, below_bytes: int = BELOW_BYTES) -> Path:
-    """Make a private folder for temporary files and sockets, in a short place where TMPDIR is too long for sockets."""
+    """Make a private folder for temporary files and sockets, in a short place if TMPDIR is too long for sockets."""
     return Path(tempfile.mkdtemp(prefix=prefix, dir=_root(len(prefix) + below_bytes)))
 
 
 @contextmanager
 def short_temporary_folders() -> Iterator[None]:
-    """Let libraries that make folders for sockets by `tempfile` make them in a short place inside the block."""
+    """Inside the block, let libraries that create socket folders with `tempfile` create them in a short place."""
     previous = tempfile.tempdir
     tempfile.tempdir = _root(len("pymp-") + BELOW_BYTES)
     try:
@@ -50,7 +50,7 @@ def short_temporary_folders() -> Iterator[None]:
 
 
 def has_room(folder: str, below_bytes: int) -> bool:
-    """Return whether a socket's path may have so many bytes below a folder."""
+    """Return whether a socket's path may have this many bytes below a folder."""
     return len(os.fsencode(folder)) + below_bytes <= SOCKET_PATH_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Shared memory that other processes of this machine open by name; later ones remove that of a killed owner."""
+"""Shared memory that other processes of this machine open by name. Later processes remove blocks of a killed owner."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from slimectl.errors import StorageError
 
 FOLDER = Path("/dev/shm")
 PREFIX = "slimectl_"
-"""Prefix of the names of blocks; the owner's process id follows, for whoever looks into the folder."""
+"""Prefix of the names of blocks. The owner's process id follows, for people who look into the folder."""
 
 
 class SharedMemoryFile:
-    """A block of shared memory; its owner holds a lock on the file until it closes the block.
+    """A block of shared memory. Its owner holds a lock on the file until it closes the block.
 
-    The lock is flock's, which the kernel releases however the owner ends; by it `remove_orphans` knows blocks in use.
+    The kernel releases this flock however the owner ends. `remove_orphans` uses it to find blocks in use.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -38,12 +38,12 @@ class SharedMemoryFile:
             self.close()  # another process removed it as an orphan before it was locked
 
     def allocate(self, start: int, end: int) -> None:
-        """Allocate the pages from byte `start` to `end`. Raises OSError if there is no room."""
+        """Allocate the pages from byte `start` to `end`. Raises OSError if there is not enough space."""
         if self._lock is not None:
             os.posix_fallocate(self._lock, start, end - start)
 
     def close(self) -> None:
-        """Remove the block; what others have mapped of it stays theirs, and so does it in a forked child."""
+        """Remove the block. Mappings of other processes, and of a forked child, stay valid."""
         self.memory.close()
         if os.getpid() != self._pid:
             return
@@ -85,7 +85,7 @@ def unwritable(reason: str) -> StorageError:
 
 
 def free_bytes() -> int:
-    """Return the free space of shared memory; without limit on a system that has no folder for it."""
+    """Return the free space of shared memory, or infinity on a system that has no folder for it."""
     if not FOLDER.is_dir():
         return sys.maxsize
     status = os.statvfs(FOLDER)
@@ -93,9 +93,9 @@ def free_bytes() -> int:
 
 
 def _locked(path: Path, *, wait: bool) -> int | None:
-    """Return a descriptor of a block that is locked; None if it is in use, or is no block of this user's."""
+    """Return a descriptor of a locked block, or None if it is in use or not a block of this user."""
     try:
-        # Neither a symbolic link nor a pipe, whose open would block for ever: any user may create one there.
+        # Neither a symbolic link nor a pipe, whose open would block forever. Any user may create one there.
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None

@@ -1,4 +1,4 @@
-"""Loads functions of the user by path, calls them by parameter name, and contains their side effects."""
+"""Loads user functions by path, calls them by parameter name, and contains their side effects."""
 
 from slimectl.user_code.callables import Hook, complete_path, error_location, load_callable, parameter_names
 from slimectl.user_code.containment import ENDING, converted, handle_here, in_one_line

@@ -29,7 +29,7 @@ from slimectl.user_code.containment import (
 from slimectl.user_code.stand_ins import install_stand_ins
 
 LISTED = 12
-"""Maximum number of functions that an error names."""
+"""Maximum number of functions that an error lists."""
 
 
 def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
         module_path, _, name = path.rpartition(".")
     if not module_path or not name:
         raise HookError(
-            f"{setting}: {path} names no function. Write it as package.module:name or path/to/file.py:name."
+            f"{setting}: {path} does not include a function. Write it as package.module:name or path/to/file.py:name."
         )
     module = _import(module_path, setting)
     value = getattr(module, name, None)
@@ -49,7 +49,7 @@ def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
             f"It has {', '.join(_functions(module)[:LISTED]) or 'no functions'}."
         )
     if not callable(value):
-        raise HookError(f"{setting}: {path}: {name} is {_describe(value)}. Name a function.")
+        raise HookError(f"{setting}: {path}: {name} is {_describe(value)}. Give a function.")
     return value  # type: ignore[no-any-return]
 
 
@@ -60,9 +60,9 @@ def _functions(module: Any) -> list[str]:
 
 
 def complete_path(path: str, *, setting: str, names: Sequence[Sequence[str]]) -> str:
-    """Return `path` with the name of the function, which a file or module may leave out.
+    """Return `path` with the name of the function, which is optional for a file or module.
 
-    `names` are customary names of the function. Those of the first sequence are looked up first. Raises HookError if
+    `names` are customary names of the function. The names of the first sequence are tried first. Raises HookError if
     the module has none of them, or several of one sequence.
     """
     if ":" in path or not names:
@@ -80,12 +80,12 @@ def complete_path(path: str, *, setting: str, names: Sequence[Sequence[str]]) ->
         for group in names:
             matches = [name for name in group if name in candidates]
             if len(matches) > 1:
-                raise HookError(f"{setting}: {path} has {' and '.join(matches)}. Name one, as in {path}:{matches[0]}")
+                raise HookError(f"{setting}: {path} has {' and '.join(matches)}. Choose one, as in {path}:{matches[0]}")
             if matches:
                 return f"{path}:{matches[0]}"
     customary = ", ".join(name for group in names for name in group)
     raise HookError(
-        f"{setting}: {path} has no function with a customary name ({customary}). Name the function, as in "
+        f"{setting}: {path} has no function with a customary name ({customary}). Give the function, as in "
         f"{path}:NAME. It has {', '.join(defined) or 'no functions'}"
     )
 
@@ -108,14 +108,14 @@ def _import(module_path: str, setting: str) -> Any:
 
 
 def _innermost_frame(error: BaseException) -> str:
-    """Return ` (FILE:LINE)` of the user's code that an import ended in; empty if it ended before any."""
+    """Return ` (FILE:LINE)` of the user's code in which an import failed, or an empty string if it failed before."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith("<") and frame.filename != __file__]
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
 
 
 def _is_module(path: str) -> bool:
-    """Return whether a module has this name; its parent is imported already."""
+    """Return whether a module has this name. Its parent is imported already."""
     _make_importable(os.getcwd())
     try:
         return importlib.util.find_spec(path) is not None
@@ -124,7 +124,7 @@ def _is_module(path: str) -> bool:
 
 
 def _make_importable(folder: str) -> None:
-    """Let modules of a folder be imported: last, so that no file there hides an installed package.
+    """Make modules of a folder importable. The folder comes last, so that its files do not hide installed packages.
 
     Modules of slime are slimectl's stand-ins.
     """
@@ -134,8 +134,8 @@ def _make_importable(folder: str) -> None:
 
 
 def _load_file(path: Path) -> Any:
-    _make_importable(str(path.resolve().parent))  # its neighbours
-    # Named after the resolved file: a hook loaded twice is one module, and worker processes can unpickle its objects.
+    _make_importable(str(path.resolve().parent))  # for the modules next to it
+    # Named after the resolved file, so a hook loaded twice is one module, and workers can unpickle its objects.
     name = MODULE_PREFIX + "".join(c if c.isalnum() else "_" for c in str(path.resolve().with_suffix("")))
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
@@ -152,10 +152,10 @@ def _load_file(path: Path) -> Any:
 
 
 class Hook:
-    """A user's callable and the argument names available to it; checked once, before any model is loaded.
+    """A user's callable and the argument names available to it. It is checked once, before any model is loaded.
 
-    A call passes only the arguments that its parameters name. Its exceptions are raised as HookError with their
-    message, file and line; so are those that the coroutine of an async callable raises when it is awaited.
+    A call passes only the arguments that match its parameters. Its exceptions are raised as HookError with their
+    message, file and line, and so are exceptions that the coroutine of an async callable raises when it is awaited.
     """
 
     def __init__(
@@ -170,8 +170,8 @@ class Hook:
     ) -> None:
         """`other_names` maps further argument names to the names in `offers`.
 
-        With `takes_data` a call also offers the columns of its data, whose names are not known yet. A `function` is
-        used instead of loading the path.
+        With `takes_data` a call also offers the columns of its data, whose names are not known yet. A given `function`
+        is used instead of loading the path.
         """
         self.path = path
         self.setting = setting
@@ -191,7 +191,7 @@ class Hook:
             )
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
-        """Call the function and return its result. An async function runs to its end in a thread of its own."""
+        """Call the function and return its result. An async function runs to completion in a separate thread."""
         result = self.begin(arguments)
         if not inspect.isawaitable(result):
             return result
@@ -199,14 +199,14 @@ class Hook:
             return thread.submit(copy_context().run, asyncio.run, _awaited(result)).result()
 
     def begin(self, arguments: Mapping[str, Any]) -> Any:
-        """Call the function. The result of an async function is to be awaited."""
+        """Call the function. The result of an async function must be awaited."""
         with converted(self.name, self.error_location):
             result = self.bare(arguments)
         return self._await_converted(result) if inspect.isawaitable(result) else result
 
     @property
     def name(self) -> str:
-        """The setting and the path, as errors name the callable."""
+        """The setting and the path, as errors show them."""
         return f"{self.setting}: {self.path}"
 
     def bare(self, arguments: Mapping[str, Any]) -> Any:
@@ -216,7 +216,7 @@ class Hook:
         return self.function(**(dict(arguments) | accepted if self._takes_all else accepted))
 
     def attempt(self, arguments: Mapping[str, Any]) -> Any:
-        """Call the function; subclasses of Exception pass unchanged, others (SystemExit) are raised as HookError."""
+        """Call the function. Subclasses of Exception pass unchanged, others (SystemExit) are raised as HookError."""
         try:
             with contained(self.name):
                 result = self.bare(arguments)
@@ -260,7 +260,7 @@ class Hook:
         raise user_error(self.name, error, self.error_location(error)) from error
 
     def returned(self, result: Any, expected: str) -> HookError:
-        """Return the error for an invalid result; `expected` describes a valid one."""
+        """Return the error for an invalid result. `expected` describes a valid one."""
         return HookError(f"{self.setting}: {self.path} returned {_describe(result)}. Return {expected}.")
 
     def error_location(self, error: BaseException) -> str:
@@ -274,9 +274,9 @@ async def _awaited(awaitable: Awaitable[Any]) -> Any:
 
 
 def error_location(error: BaseException, module: str) -> str:
-    """Return FILE:LINE of the innermost frame in a module's file; empty if the error did not pass there.
+    """Return FILE:LINE of the innermost frame in a module's file, or an empty string if there is none.
 
-    An error of another process has its frames in `remote_frames` (executors.rank_process.picklable_error).
+    Frames of an error of another process are in `remote_frames` (executors.rank_process.picklable_error).
     """
     file = getattr(sys.modules.get(module), "__file__", None)
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
@@ -294,7 +294,7 @@ def _parameters(function: Callable[..., Any], location: str) -> list[inspect.Par
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
         raise HookError(
-            f"{location}: its parameters cannot be read ({error}); wrap it in a function of your own"
+            f"{location}: its parameters cannot be read ({error}). Wrap it in a function of your own"
         ) from None
 
 

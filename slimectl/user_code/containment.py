@@ -26,14 +26,14 @@ EXIT_CODE = HookError.exit_code
 MODULE_PREFIX = "slimectl_hook_"
 """Prefix of the names of modules that are loaded from a user's file."""
 exit_at_once = os._exit
-"""os._exit as it is before calls of user code are refused, for a signal handler that interrupts user code."""
+"""The original os._exit, for a signal handler that interrupts user code. Calls of user code are refused."""
 
 _running: ContextVar[str] = ContextVar("running", default="")
 _user_modules: set[str] = set()
 
 
 class _Exit(BaseException):
-    """Raised instead of an exit; a BaseException, so that the user's `except Exception` does not catch it."""
+    """Raised instead of an exit. It is a BaseException, so that the user's `except Exception` does not catch it."""
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def contained(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if os.getpid() != process:  # a child that the user's code forked: two processes must not write one file
+        if os.getpid() != process:  # a child that the user's code forked. Two processes must not write to one file.
             _leave_child(name)
         _running.reset(token)
         if folder is not None and _working_directory() != folder:
@@ -59,7 +59,7 @@ def contained(name: str) -> Iterator[None]:
 
 
 def is_users(error: BaseException, *, suspended: bool = False) -> bool:
-    """Return whether user code raised this error; false for a Ctrl-C, or a cancellation by slimectl.
+    """Return whether user code raised this error. False for a Ctrl-C, or a cancellation by slimectl.
 
     `suspended`: the error came out of a coroutine.
     """
@@ -84,7 +84,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def user_error(name: str, error: BaseException, place: str = "") -> SlimectlError:
-    """Return the error for an exception of user code; a SlimectlError of something it called is returned unchanged."""
+    """Return the error for an exception of user code. A SlimectlError from a function that it called is unchanged."""
     if isinstance(error, SlimectlError):
         return error
     action = f"called {error}" if isinstance(error, _Exit) else f"raised {in_one_line(error)}"
@@ -105,7 +105,7 @@ def converted(name: str, place: Callable[[BaseException], str] = lambda error: "
 
 
 def _is_raised_by_statement(trace: TracebackType | None) -> bool:
-    """Return whether a `raise` statement of user code raised it: a signal interrupts any other instruction."""
+    """Return whether a `raise` statement of user code raised it. A signal interrupts any other instruction."""
     if trace is None:
         return False
     while trace.tb_next is not None:
@@ -128,13 +128,13 @@ def _working_directory() -> str | None:
 
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""Signals of a scheduler and of a closed terminal, which end a command as Ctrl-C does."""
+"""Signals of a scheduler and of a closed terminal. They end a command in the same way as Ctrl-C."""
 
 
 def handle_here(number: int, handler: Callable[[int, Any], None]) -> None:
-    """Handle a signal in this process, and leave its default to children that user code forks.
+    """Handle a signal in this process, and keep the default handling in children that user code forks.
 
-    A pool of a user's function ends its processes by SIGTERM: a handler, or a signal ignored, would keep them.
+    A pool in a user's function ends its processes by SIGTERM. They would survive if they inherited a handler.
     """
     owner = os.getpid()
 
@@ -152,7 +152,7 @@ def handle_here(number: int, handler: Callable[[int, Any], None]) -> None:
 
 
 def _prevent_exits() -> None:
-    """Replace os._exit and os.exec…, once, by functions that refuse calls of user code: no error could follow them.
+    """Replace os._exit and os.exec…, once, by functions that refuse calls of user code, which would leave no error.
 
     Calls by slimectl, by libraries and in child processes still work.
     """
@@ -186,7 +186,7 @@ def _make_preventer(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 def _report_threads() -> None:
-    """Report an exception that ends a thread of user code in one line, as one of the function itself is."""
+    """Report an exception that ends a thread of user code in one line, like an exception of the function itself."""
     original = threading.excepthook
     if hasattr(original, "reports_user_code"):
         return

@@ -1,4 +1,4 @@
-"""Imports of `slime`: stand-ins for its modules, and a real slime for modules and names that have none."""
+"""Imports of `slime`: stand-ins for its modules, and an installed slime for modules and names without one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 SWITCH = "SLIMECTL_SLIME"
 """Environment variable: `adapter` (the default) or `installed`. Worker processes inherit it."""
 IMPORT_PATH = Path(__file__).parent / "import_path"
-"""Folder that an installation puts at the end of `sys.path`: its package `slime` installs the finder."""
+"""Folder that an installation puts at the end of `sys.path`. Its package `slime` installs the finder."""
 
 _TABLE = """
 slime.data                                    data          RolloutDataSource RolloutDataSourceWithBuffer Sample
@@ -79,7 +79,7 @@ slime.utils.types                             results       MultimodalType Multi
 
 
 def _read_table() -> dict[str, dict[str, str]]:
-    """Return the modules of the table with their packages; each has the implementing module of every name."""
+    """Return the modules of the table with their packages. Each lists the implementing module of every name."""
     modules: dict[str, dict[str, str]] = {}
     for line in _TABLE.strip().splitlines():
         module, implementation, *names = line.split()
@@ -96,10 +96,10 @@ STAND_INS = _read_table()
 
 
 class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the stand-ins before any real slime, unless the environment variable `SLIMECTL_SLIME` says `installed`.
+    """Finds the stand-ins before an installed slime, unless the environment variable `SLIMECTL_SLIME` is `installed`.
 
-    A module without a stand-in is that of a real slime. So is a name that a stand-in lacks. Where there is no real
-    slime, the error names what there is.
+    Modules without a stand-in, and names that a stand-in lacks, come from an installed slime. If there is none, the
+    error lists the available names.
     """
 
     def find_spec(
@@ -126,7 +126,7 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).update(attributes)
 
     def _find_installed(self, name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec that the other finders give; the folder of `IMPORT_PATH` does not count."""
+        """Return the spec from the other finders. The folder of `IMPORT_PATH` does not count."""
         search_path = [folder for folder in (sys.path if path is None else path) if not _is_ours(folder)]
         for finder in sys.meta_path:
             if isinstance(finder, StandInFinder) or not hasattr(finder, "find_spec"):
@@ -154,7 +154,7 @@ class _Attributes:
             try:
                 value = self._installed_value(name)
             except ImportError as error:
-                # Libraries ask every loaded module for names, and expect no other error than this.
+                # Libraries look up names in every loaded module, and expect no other error than this.
                 if _is_import_from(sys._getframe(1)):
                     raise
                 raise AttributeError(str(error)) from error
@@ -162,14 +162,14 @@ class _Attributes:
         return value
 
     def _installed_value(self, name: str) -> Any:
-        """Return the value of a real slime. Raises ImportError without one, AttributeError if it lacks the name."""
+        """Return the value from slime. Raises ImportError if it is missing, AttributeError if it lacks the name."""
         spec = self._module.__spec__
         installed = None if spec is None else spec.loader_state
         if installed is None or installed.loader is None:
             available = ", ".join(self._module.__all__)
             raise ImportError(
                 f"slimectl has no stand-in for {self._module.__name__}.{name}. This module has "
-                f"{available or 'submodules only'}. Remove the import, or install slime beside slimectl.",
+                f"{available or 'submodules only'}. Remove the import, or install slime alongside slimectl.",
                 name=self._module.__name__,
             )
         if self._installed is None:
@@ -188,27 +188,27 @@ def _is_ours(path: str) -> bool:
 
 
 def _prefers_adapter() -> bool:
-    """Return whether stand-ins go before a real slime. Raises ImportError for an unknown value of the switch."""
+    """Return whether stand-ins are preferred to an installed slime. Raises ImportError for an invalid switch."""
     value = os.environ.get(SWITCH) or "adapter"
     if value not in ("adapter", "installed"):
-        raise ImportError(f"{SWITCH} = {value!r} is not a choice. Set it to adapter or installed.")
+        raise ImportError(f"{SWITCH} = {value!r} is not a valid value. Set it to adapter or installed.")
     return value == "adapter"
 
 
 def _absence(name: str, is_adapter: bool) -> str:
     if not is_adapter:
-        return f"{name} is not installed, and {SWITCH} = installed asks for it. Install slime, or unset {SWITCH}."
+        return f"{name} is not installed, but {SWITCH} = installed requires it. Install slime, or unset {SWITCH}."
     parent, siblings = name, list[str]()
     while not siblings:
         parent = parent.rpartition(".")[0]
         siblings = [module for module, names in STAND_INS.items() if names and module.startswith(f"{parent}.")]
     return (
-        f"slimectl has no stand-in for {name}. Of {parent} it has {', '.join(siblings)}. Remove the import, or install "
-        f"slime beside slimectl, which then provides {name}."
+        f"slimectl has no stand-in for {name}. Available in {parent}: {', '.join(siblings)}. Remove it, or install "
+        f"slime alongside slimectl, which then provides {name}."
     )
 
 
 def install_stand_ins() -> None:
-    """Make `from slime.utils.types import Sample` and the like work in this process, before any real slime."""
+    """Make imports such as `from slime.utils.types import Sample` work in this process, even if slime is installed."""
     if not any(isinstance(finder, StandInFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, StandInFinder())

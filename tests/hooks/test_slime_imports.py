@@ -50,8 +50,8 @@ def test_stand_ins_go_before_an_installed_slime_and_one_in_the_current_folder(in
 def test_the_switch_asks_for_the_installed_slime(installed: Path) -> None:
     code = f"{OFFER}from slime.utils.types import Sample; print(Sample.origin)"
     assert python(code, installed, **{SWITCH: "installed"}) == "installed"
-    assert "SLIMECTL_SLIME = installed asks for it. Install slime" in python(code, **{SWITCH: "installed"})
-    assert "SLIMECTL_SLIME = 'on' is not a choice" in python(code, **{SWITCH: "on"})
+    assert "SLIMECTL_SLIME = installed requires it. Install slime" in python(code, **{SWITCH: "installed"})
+    assert "SLIMECTL_SLIME = 'on' is not a valid value" in python(code, **{SWITCH: "on"})
 
 
 def test_modules_and_names_without_a_stand_in_are_those_of_the_installed_slime(installed: Path) -> None:
@@ -63,7 +63,7 @@ def test_modules_and_names_without_a_stand_in_are_those_of_the_installed_slime(i
 
 def test_without_an_installed_slime_the_error_names_what_there_is() -> None:
     error = python(f"{OFFER}import slime.utils.memory")
-    assert "slimectl has no stand-in for slime.utils.memory. Of slime.utils it has slime.utils.arguments" in error
+    assert "slimectl has no stand-in for slime.utils.memory. Available in slime.utils: slime.utils.arguments" in error
     error = python(f"{OFFER}from slime.utils.types import ParamInfo")
     assert "no stand-in for slime.utils.types.ParamInfo. This module has MultimodalType, MultimodalTypes" in error
     code = f"{OFFER}import slime.utils.types as types; print(getattr(types, 'ParamInfo', 'no attribute'))"

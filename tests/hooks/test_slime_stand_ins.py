@@ -214,7 +214,7 @@ def test_a_source_goes_on_where_it_was_saved_with_its_buffer(prompts: Path, monk
         again.load(7)
     with pytest.raises(ValueError, match="lists of 2 samples"):
         again.add_samples([groups[0][:1]])
-    with pytest.raises(RuntimeError, match="takes no samples back"):
+    with pytest.raises(RuntimeError, match="does not take samples back"):
         data.RolloutDataSource(args).add_samples([])
 
 
@@ -252,7 +252,7 @@ def test_arguments_are_slimes_flags(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert (args.num_rollout, args.lr, args.ci_test, args.use_wandb, args.tool_limit) == (4, 2e-6, True, True, 5)
     for words, message in {
         ("--num-rolout", "4"): "--num-rolout is not a flag of slime",
-        ("--num-rollout", "many"): "--num-rollout many: 'many' is no number\n",
+        ("--num-rollout", "many"): "--num-rollout many: 'many' is not a number\n",
         ("--advantage-estimator", "mine"): "mine has no counterpart",
     }.items():
         with pytest.raises(SystemExit):

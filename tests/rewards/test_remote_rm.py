@@ -113,13 +113,13 @@ def test_a_fault_that_passes_is_tried_again_with_a_pause(monkeypatch: pytest.Mon
         (web.Response(status=503, text="too  busy\n"), 2, r"answered 503: too busy \(2 tries, 0 s\)"),
         (web.json_response({"error": {"message": "no model"}}, status=400), 1, r"answered 400: no model \(1 try"),
         (web.Response(status=302, headers={"Location": "/"}), 1, "answered 302: no reason given"),
-        (web.Response(text="<html>"), 1, "the answer is no JSON: <html>"),
-        (web.Response(text="[" * 100_000), 1, "the answer is no JSON"),
+        (web.Response(text="<html>"), 1, "the response is not JSON: <html>"),
+        (web.Response(text="[" * 100_000), 1, "the response is not JSON"),
         (web.Response(text="NaN"), 1, "answered 'nan' for sample 3. Expected a number or an object."),
         (web.Response(text="1" * 400), 1, r"answered '1{60}' for sample 3. Expected a number"),
         (web.Response(text="null"), 1, "answered 'None' for sample 3"),
         (web.Response(text="[1.0]"), 1, r"answered '\[1\.0\]' for sample 3"),
-        (web.Response(body=b"1" * 20_000_000), 1, "the answer is longer than 16 MiB"),
+        (web.Response(body=b"1" * 20_000_000), 1, "the response is larger than 16 MiB"),
     ],
 )
 def test_what_is_no_reward_stops_the_work(monkeypatch: pytest.MonkeyPatch, answer, asked, message):
@@ -145,7 +145,10 @@ def test_a_server_that_hangs_and_one_that_is_not_there_cost_their_time_and_no_mo
     async def hang(body):
         await asyncio.sleep(10_000)  # longer than a test may take
 
-    with grading(hang) as server, pytest.raises(BackendError, match=r"no answer; no time left \(1 try, \d+ s\)"):
+    with (
+        grading(hang) as server,
+        pytest.raises(BackendError, match=r"no answer. No time is left to try again \(1 try, \d+ s\)"),
+    ):
         verifier("remote_rm", url=server.url, timeout_s=0.3)(SAMPLE)
     with pytest.raises(BackendError, match=r"no answer: .*\(2 tries"):
         verifier("remote_rm", url=server.url, max_retries=1)(SAMPLE)

@@ -150,7 +150,7 @@ def test_a_script_without_training_is_refused_by_the_command_that_it_has(command
         (".pre-commit-config.yaml", "repos:\n  - repo: a\n", "pre-commit"),
         ("prepare.py", "from datasets import load_dataset\nload_dataset('a').to_json('b')\n", "rollout.data"),
         ("eval.py", "import lm_eval\nlm_eval.simple_evaluate(model='hf')\n", "eval.data"),
-        ("optimizer.py", "OptimizerConfig(lr=lr, min_lr=0, clip_grad=1.0, weight_decay=0.1)\n", "names no trainer"),
+        ("optimizer.py", "OptimizerConfig(lr=lr, min_lr=0, clip_grad=1.0, weight_decay=0.1)\n", "has no trainer"),
         ("sample.py", "from vllm import LLM\nLLM('a').generate('b')\n", "slimectl rollout"),
     ],
 )  # fmt: skip

@@ -134,27 +134,27 @@ def test_a_hostile_line_before_the_training_command_does_nothing(line: str, tmp_
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("while true; do :; done", "run.sh:1: the script goes on for more than 30000 steps; take out the loop"),
-        ("for ((;;)); do :; done", "run.sh:1: the script goes on for more than 30000 steps; take out the loop"),
-        ("f() { f; }; f", "run.sh:1: f calls itself more than 40 times; write a loop"),
-        (":(){ :|:& };:", "run.sh:1: : calls itself more than 40 times; write a loop"),
-        ("source run.sh", "run.sh:1: source run.sh: the file reads itself; take that line out"),
-        ("source other.sh", "other.sh:1: source run.sh: the file reads itself; take that line out"),
+        ("while true; do :; done", "run.sh:1: the script runs for more than 30000 steps. Take out the loop"),
+        ("for ((;;)); do :; done", "run.sh:1: the script runs for more than 30000 steps. Take out the loop"),
+        ("f() { f; }; f", "run.sh:1: f calls itself more than 40 times. Write a loop"),
+        (":(){ :|:& };:", "run.sh:1: : calls itself more than 40 times. Write a loop"),
+        ("source run.sh", "run.sh:1: source run.sh: the file reads itself. Take that line out"),
+        ("source other.sh", "other.sh:1: source run.sh: the file reads itself. Take that line out"),
         ("N=" + "$(" * 500, "run.sh:1: more than 60 "),
-        ("( " * 500, "run.sh:1: more than 60 commands inside one another; write it flat"),
-        ("A=aaaaaaaaaaaaaaaa\n" + "A=$A$A\n" * 40, ": a value of more than 1048576 characters; shorten it"),
-        ("A=(a b c d)\n" + 'A+=("${A[@]}" "${A[@]}")\n' * 40, "steps; take out the loop"),
+        ("( " * 500, "run.sh:1: more than 60 commands inside one another. Write it flat"),
+        ("A=aaaaaaaaaaaaaaaa\n" + "A=$A$A\n" * 40, ": a value of more than 1048576 characters. Shorten it"),
+        ("A=(a b c d)\n" + 'A+=("${A[@]}" "${A[@]}")\n' * 40, "steps. Take out the loop"),
         ("A=" + "a" * 9999 + "; B=${A//*a*a*a*a*b/}; [[ $A == *a*a*a*a*a*b ]]", "run.sh: no training command"),
-        ("A='unclosed", "run.sh:1: this ' is never closed; close it"),
-        ('A="unclosed', 'run.sh:1: this " is never closed; close it'),
-        ("A=$(unclosed", "run.sh:1: this $( is never closed; close it"),
-        ("A=(unclosed", "run.sh:1: the array that opens in line 1 has no ); mend it here"),
-        ("cat <<EOF\nunclosed", "run.sh:2: the here-document has no EOF; write it on a line of its own"),
-        ("if true; then", "run.sh:1: this if has no fi; close it"),
-        ("fi", "run.sh:1: fi closes nothing here; take it out"),
-        ("coproc x { y; }", "run.sh:1: coproc is not read; take it out of the script"),
-        ("a\nb\0c", "run.sh:2: has a NUL byte, so that it is no text; give a launch script"),
-        ("", "run.sh: no training command of slime or verl or TRL or OpenRLHF or ROLL; give the script that starts "),
+        ("A='unclosed", "run.sh:1: this ' is never closed. Close it"),
+        ('A="unclosed', 'run.sh:1: this " is never closed. Close it'),
+        ("A=$(unclosed", "run.sh:1: this $( is never closed. Close it"),
+        ("A=(unclosed", "run.sh:1: the array that opens in line 1 has no ). Fix it here"),
+        ("cat <<EOF\nunclosed", "run.sh:2: the here-document has no EOF. Write it on a line of its own"),
+        ("if true; then", "run.sh:1: this if has no fi. Close it"),
+        ("fi", "run.sh:1: fi closes nothing here. Take it out"),
+        ("coproc x { y; }", "run.sh:1: coproc is not read. Take it out of the script"),
+        ("a\nb\0c", "run.sh:2: has a NUL byte, so it is not a text. Give a launch script"),
+        ("", "run.sh: no training command of slime or verl or TRL or OpenRLHF or ROLL. Give the script that starts "),
     ],
     ids=lambda value: value[:20],
 )  # fmt: skip
@@ -172,12 +172,13 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path):
     (tmp_path / "latin.sh").write_bytes(b"# first\nA=\xe9\n")
     os.mkfifo(tmp_path / "pipe.sh")
     assert (
-        harmless(tmp_path, "large.sh") == f"{tmp_path}/large.sh: has 100 MiB; a launch script has a few kB: give that"
+        harmless(tmp_path, "large.sh")
+        == f"{tmp_path}/large.sh: has 100 MiB, but a launch script has a few kB. Give that"
     )
-    assert harmless(tmp_path, "latin.sh") == f"{tmp_path}/latin.sh:2: is not UTF-8; convert it by `iconv -t UTF-8`"
+    assert harmless(tmp_path, "latin.sh") == f"{tmp_path}/latin.sh:2: is not UTF-8. Convert it by `iconv -t UTF-8`"
     assert (
         harmless(tmp_path, "pipe.sh")
-        == f"{tmp_path}/pipe.sh: is no regular file; give a launch script or a configuration"
+        == f"{tmp_path}/pipe.sh: is not a regular file. Give a launch script or a configuration"
     )
 
 
@@ -188,15 +189,15 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path):
         ("run.yaml", "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
             f"{key}: &{key} [*{old}, *{old}, *{old}, *{old}, *{old}, *{old}, *{old}, *{old}]\n"
             for old, key in zip("abcdefgh", "bcdefghi", strict=True)) + "beta: 1\nseed: 1\nuse_vllm: true\n", None),
-        ("run.yaml", "a: &a\n  b: *a\n", "nested more than 30 deep; write it flat"),
-        ("run.yaml", "a: " + "[" * 5000, "run.yaml:1: more than 100 brackets inside one another; write it flat"),
+        ("run.yaml", "a: &a\n  b: *a\n", "nested more than 30 deep. Write it flat"),
+        ("run.yaml", "a: " + "[" * 5000, "run.yaml:1: more than 100 brackets inside one another. Write it flat"),
         ("run.yaml", "a: {b: 1", "run.yaml:1: not valid YAML"),
-        ("run.yaml", "- a\n- b\n", "run.yaml: has no keys with values; give a configuration"),
+        ("run.yaml", "- a\n- b\n", "run.yaml: has no keys with values. Give a configuration"),
         ("run.yaml", "seed: ${oc.env:HOME}\nbeta: 1\nuse_vllm: true\noutput_dir: ${a}\na: ${output_dir}\n", None),
         ("run.py", "import os\nos.system('touch executed')\nGRPOConfig(beta=1, seed=2, use_vllm=True)\n", None),
         ("run.py", "GRPOConfig(beta=9**9**9**9, seed='a' * 10**12, use_vllm=True, output_dir=f'{open(1)}')\n", None),
         ("run.yaml", "".join(f"k{i}: ${{k{i + 1}}}${{k{i + 1}}}\n" for i in range(29)) + "k29: xx\nbeta: 1\nseed: 1\n",
-         ": a value of more than 1048576 characters; shorten it"),
+         ": a value of more than 1048576 characters. Shorten it"),
         ("run.py", "".join(f"k{i} = k{i + 1} + k{i + 1}\n" for i in range(29)) + "k29 = 'xx'\n"
          "GRPOConfig(beta=k0, seed=2, use_vllm=True)\n", None),
         ("run.py", "GRPOConfig(", "run.py:1: not valid Python: '(' was never closed"),
@@ -204,8 +205,8 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path):
         ("run.py", "a = b\nb = a\nGRPOConfig(beta=a, seed=2, use_vllm=True)\n", None),
         ("run.py", "a = ['x']\n" + "a = [a, a]\n" * 40 + "GRPOConfig(beta=a, seed=2, use_vllm=True)\n", None),
         ("run.py", "a = []\na.append(a)\nGRPOConfig(beta=a, seed=2)\n", "is nested too deeply to be read"),
-        ("run.py", "def f(n): return f(n) + f(n)\nGRPOConfig(beta=f(1), seed=2)\n", "takes more than 30000 steps"),
-        ("run.py", "x = 1\n", "run.py: names no trainer, such as GRPOTrainer or GRPOConfig"),
+        ("run.py", "def f(n): return f(n) + f(n)\nGRPOConfig(beta=f(1), seed=2)\n", "needs more than 30000 steps"),
+        ("run.py", "x = 1\n", "run.py: has no trainer such as GRPOTrainer or GRPOConfig"),
     ],
     ids=lambda value: (value or "read")[:30],
 )  # fmt: skip

@@ -72,9 +72,9 @@ def test_a_guard_that_would_end_the_script_is_passed_over_and_said(tmp_path: Pat
     script = 'if [ -z "$DATA" ]; then\n  exit 1\nfi\n[ "$DATA" ] || exit 2\nSTART --save $DATA/out --num-rollout 30'
     result = reading(tmp_path, script)
     assert [str(note.place).rpartition(":")[2] for note in result.notes] == ["2", "4"]
-    assert result.notes[0].text.startswith("exit 1: is passed over")
+    assert result.notes[0].text.startswith("exit 1: is skipped")
     assert by_hand(result) == {
-        "--save /out": "DATA is not set in the script or in the environment; set run.dir by hand"
+        "--save /out": "DATA is not set in the script or in the environment. Set run.dir by hand"
     }
     assert reading(tmp_path, script, environ={"DATA": "/x"}).notes == []
     with pytest.raises(SettingsError, match="no training command"):
@@ -84,7 +84,7 @@ def test_a_guard_that_would_end_the_script_is_passed_over_and_said(tmp_path: Pat
 def test_of_a_text_for_another_shell_what_is_not_known_is_left_and_the_rest_is_read(tmp_path: Path):
     script = 'HOSTS=($(scontrol show hostnames))\nsrun bash -c "\nSTART --wandb-host ${HOSTS[1]} --num-rollout 30\n"'
     result = reading(tmp_path, script)
-    reason = "$(scontrol show hostnames) is a command, and nothing of the script is executed; set track.host by hand"
+    reason = "$(scontrol show hostnames) is a command, and nothing of the script is executed. Set track.host by hand"
     assert by_hand(result) == {"--wandb-host '$(scontrol show hostnames)'": reason}
     assert result.conversion.values["run.num_rollout"] == "30"
 
@@ -189,8 +189,8 @@ def test_of_two_programs_the_one_that_has_a_counterpart_is_read(tmp_path: Path):
 def test_an_estimator_without_a_counterpart_is_left_to_the_user(tmp_path: Path):
     result = reading(tmp_path, "START --advantage-estimator new")
     reason = by_hand(result)["--advantage-estimator new"]
-    assert reason.startswith("new has no counterpart; there are ")
-    assert reason.endswith("; set algorithm.name by hand")
+    assert reason.startswith("new has no counterpart. Available: ")
+    assert reason.endswith(". Set algorithm.name by hand")
 
 
 def test_a_configuration_is_read_from_the_folder_that_config_dir_names(tmp_path: Path):

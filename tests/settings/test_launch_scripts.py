@@ -236,7 +236,7 @@ def test_what_the_script_alone_does_not_tell_is_named_and_left_to_the_user(
     (omission,) = [omission for omission in conversion.omissions if omission.by_hand and not omission.first]
     assert omission.place == f"{tmp_path / 'run.sh'}:{line}"
     assert omission.reason.startswith(reason)
-    assert omission.reason.endswith("; set run.num_rollout by hand")
+    assert omission.reason.endswith(". Set run.num_rollout by hand")
     assert "run.num_rollout" not in conversion.values
 
 
@@ -283,7 +283,7 @@ def test_merged_mappings_and_variables_of_the_environment_in_yaml_are_followed(t
     conversion = reading(tmp_path, YAML, "run.yaml", environ={"RESPONSE": "512"}).conversion
     assert conversion.settings.rollout.max_response_len == 512
     reasons = [omission.reason for omission in conversion.omissions if omission.by_hand and not omission.first]
-    assert reasons[0] == "${oc.env:MODEL} is resolved when that program runs; set model.path by hand"
+    assert reasons[0] == "${oc.env:MODEL} is resolved when that program runs. Set model.path by hand"
     assert reasons[1].startswith("ranks x per_device_train_batch_size")  # no device_mapping says how many ranks
 
 
@@ -382,12 +382,12 @@ def test_a_key_in_the_script_is_written_nowhere(tmp_path: Path):
 
 def test_of_two_training_commands_one_is_picked_by_its_line(tmp_path: Path):
     text = f"{TRAIN} --num-rollout 1\n{TRAIN} --num-rollout 2\n"
-    with pytest.raises(SettingsError, match=r"run\.sh: has 2 training commands \(lines 1, 2\); pick one by --line N"):
+    with pytest.raises(SettingsError, match=r"run\.sh: has 2 training commands \(lines 1, 2\)\. Pick one by --line N"):
         reading(tmp_path, text)
     assert settings_of(tmp_path, text, line=2)["run.num_rollout"] == 2
     with pytest.raises(SettingsError, match=r"run\.sh:3: starts no training"):
         settings_of(tmp_path, text, line=3)
-    with pytest.raises(SettingsError, match=r"run\.sh:1: is started 2 times with other flags; read a copy that"):
+    with pytest.raises(SettingsError, match=r"run\.sh:1: is started 2 times with other flags\. Read a copy that"):
         reading(tmp_path, f"for N in 1 2; do {TRAIN} --num-rollout $N; done")
 
 
@@ -421,7 +421,7 @@ def test_a_settings_file_that_is_there_is_kept_and_an_error_leaves_no_file(tmp_p
     script, out = tmp_path / "run.sh", tmp_path / "run.toml"
     script.write_text("echo 'unclosed\n")
     assert answer("settings", "from", str(script), "-o", str(out)) == (
-        2, "", f"slimectl: {script}:1: this ' is never closed; close it\n")  # fmt: skip
+        2, "", f"slimectl: {script}:1: this ' is never closed. Close it\n")  # fmt: skip
     assert not out.exists()
     out.write_text("mine")
     script.write_text(TRAIN)
@@ -434,7 +434,7 @@ def test_a_settings_file_that_is_there_is_kept_and_an_error_leaves_no_file(tmp_p
 
 def test_an_unknown_stack_and_a_missing_file_are_one_line(tmp_path: Path):
     missing = tmp_path / "no.sh"
-    line = f"slimectl: {missing}: no such file; give a launch script, a YAML file or a Python file\n"
+    line = f"slimectl: {missing}: no such file. Give a launch script, a YAML file or a Python file\n"
     assert answer("settings", "from", str(missing)) == (2, "", line)
     line = "slimectl: --from ray: give slime, verl, trl, openrlhf, roll\n"
     assert answer("settings", "from", __file__, "--from", "ray") == (2, "", line)

@@ -127,7 +127,7 @@ def test_every_flag_has_the_line_that_it_is_written_in(tmp_path: Path):
 
 def test_tracking_that_the_environment_decides_is_noted(tmp_path: Path):
     result = reading(tmp_path, train('f"{U.get_default_wandb_args(__file__)} --num-rollout 30"'))
-    assert [note.text.endswith("set track.with by hand") for note in result.notes] == [True]
+    assert [note.text.endswith("Set track.with by hand") for note in result.notes] == [True]
 
 
 def test_a_training_that_may_not_start_is_noted(tmp_path: Path):
@@ -148,10 +148,10 @@ def test_a_launcher_may_start_the_asynchronous_program(tmp_path: Path):
     ("program", "message"),
     [
         ("for n in (1, 2):\n    " + SOME, "is started 2 times with other flags"),
-        ("for i in range(9):\n  for j in range(9999):\n    k = j\n" + train('""'), "takes more than 30000 steps"),
+        ("for i in range(9):\n  for j in range(9999):\n    k = j\n" + train('""'), "needs more than 30000 steps"),
         ("x = (\n" + train('""'), r"run.py:\d: not valid Python"),
-        ('U.exec_command("mkdir /x")', "names no trainer"),
-        ("f = lambda: f()\nf()\n" + "-" * 90 + "1", "names no trainer"),
+        ('U.exec_command("mkdir /x")', "has no trainer"),
+        ("f = lambda: f()\nf()\n" + "-" * 90 + "1", "has no trainer"),
     ],
 )
 def test_a_launcher_that_is_not_one_is_refused(program: str, message: str, tmp_path: Path):

@@ -113,7 +113,7 @@ def test_the_training_command_is_found_however_it_is_started(script: str, tmp_pa
 CUT = {
     "no backslash": ("START \\\n  --num-rollout 30\n  --lr 1e-5 \\\n  --seed 7", 2, "ends without a backslash", 3),
     "comment": ("START \\\n  --num-rollout 30 \\\n  # --x \\\n  --lr 1e-5 --seed 7", 3, "is a comment", 4),
-    "comment behind": ("START \\\n  --num-rollout 30 # n \\\n  --lr 1e-5 --seed 7", 2, "stands in a comment", 3),
+    "comment behind": ("START \\\n  --num-rollout 30 # n \\\n  --lr 1e-5 --seed 7", 2, "is in a comment", 3),
     "empty line": ("START \\\n  --num-rollout 30 \\\n\n  --lr 1e-5 --seed 7", 3, "is empty", 4),
     "blank": ("START --num-rollout 30 \\ \n  --lr 1e-5 --seed 7", 1, "a blank follows the backslash", 2),
     "array": ("A=(--lr 1e-5)\nSTART \\\n  --num-rollout 30\n  ${A[@]} \\\n  --seed 7", 3, "without a backslash", 4),
@@ -156,7 +156,7 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "unknown folder": (
         "START --num-rollout 30 --hf-checkpoint $BASE/M-FP8 --ref-load $BASE/M_torch_dist",
-        {"model.path": None, "engine.load": None, "hand --hf-checkpoint": "set engine.load by hand",
+        {"model.path": None, "engine.load": None, "hand --hf-checkpoint": "Set engine.load by hand",
          "hand --ref-load": "Set model.path"},
     ),
     "the same weights": (
@@ -192,7 +192,7 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "fp4 training": (
         "START --num-rollout 30 --fp4-format e2m1 --fp4-recipe nvfp4",
-        {"listed --fp4-format": "slimectl does not train in 4 bits"},
+        {"listed --fp4-format": "does not train in 4 bits"},
     ),
 }  # fmt: skip
 
@@ -254,7 +254,7 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hand --custom-rm-path": "score.custom_rm_path", "score.rm_type": None, "score.custom_rm_path": None}),
     "no reward": (
         "python3 train.py --hf-checkpoint /m --prompt-data /d.jsonl --rollout-batch-size 4",
-        {"hand score.rm_type": "names no reward", "hand --rollout-max-response-len": "by hand"}),
+        {"hand score.rm_type": "has no reward", "hand --rollout-max-response-len": "by hand"}),
     "a value of the environment": ("START --lr ${LR:-1}", {"train.lr": "3e-6"}),
     "a value of a command": ("START --num-rollout $(wc -l < list)", {"hand --num-rollout": "is a command"}),
 }  # fmt: skip

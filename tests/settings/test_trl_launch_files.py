@@ -56,7 +56,7 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      {"score.rm_type": "reward_model", "score.rm_options": {"path": "org/judge"}}, []),
     ("run.sh", f"trl grpo {IDS} --reward_model_name_or_path org/judge --reward_funcs accuracy_reward",
      {"score.rm": [{"type": "math"}, {"type": "reward_model", "path": "org/judge"}]}, []),
-    ("run.sh", f"trl grpo {IDS}", {"score.rm_type": None}, ["this file names no reward"]),
+    ("run.sh", f"trl grpo {IDS}", {"score.rm_type": None}, ["this file has no reward"]),
     ("run.sh", f"trl grpo {IDS} --reward_funcs accuracy format", {"score.rm": []},
      ["format is a name that only the program knows"]),
     ("run.sh", f"trl rloo {IDS} --reward_funcs a.b",
@@ -151,7 +151,7 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      {"algorithm.name": "ppo", "algorithm.kl_coef": 0.02, "algorithm.lambd": 0.9, "algorithm.eps_clip": 0.3,
       "rollout.max_response_len": 53, "rollout.temperature": 0.7, "score.rm_type": "reward_model"}, []),
     ("run.sh", f"accelerate launch train.py {IDS} --num_generations 4 --max_steps 9",
-     {"rollout.n_samples_per_prompt": 4}, ["Set it by hand: grpo (as written here) or rloo", "names no reward"]),
+     {"rollout.n_samples_per_prompt": 4}, ["Set it by hand: grpo (as written here) or rloo", "has no reward"]),
     ("run.sh", f"accelerate launch train.py {IDS} --scale_rewards none --num_generations 4 --reward_funcs a.b",
      {"algorithm.name": "grpo", "algorithm.grpo_std_normalization": False}, []),
     ("run.sh", f"trl grpo {IDS} --reward_funcs a.b --eval_dataset_path e.jsonl --eval_strategy steps --eval_steps 20"
@@ -163,7 +163,7 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      "max_length: 4096\nmax_steps: -1\n",
      {"algorithm.name": "sft", "train.lr": 1e-5, "rollout.max_context_len": 4096, "run.num_epoch": 3}, []),
     ("run.yaml", "model_name_or_path: org/m\ndataset_name: org/d\nlearning_rate: 1.0e-5\nmax_steps: 10\n",
-     {"train.lr": 1e-5}, ["names it. Set it by hand: sft, dpo, reward_model, grpo or rloo"]),
+     {"train.lr": 1e-5}, ["determines it. Set it by hand: sft, dpo, reward_model, grpo or rloo"]),
     ("run.yaml", "model_name_or_path: org/m\ndatasets: [{path: org/d}]\nf_divergence_type: reverse_kl\nbeta: 0.2\n",
      {"algorithm.name": "dpo", "algorithm.beta": 0.2, "rollout.data": ["org/d"]}, []),
     ("run.yaml", "model_name_or_path: org/m\ndataset_name: org/d\nloss_type: bnpo\nuse_peft: true\n"
@@ -194,16 +194,16 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      {"algorithm.name": "grpo", "run.num_rollout": 8}, ["is a trainer of your own"]),
     ("run.yaml", "model_name_or_path: org/m\ndataset_name: org/d\nloss_type: dapo\nnum_generations: 14\n"
      "reward_funcs: [a.b]\nper_device_train_batch_size: 16\n", {"train.global_batch_size": 16},
-     ["16 samples of a round are no multiple of 14 responses; set run.rollout_batch_size by hand"]),
+     ["16 samples per round are not a multiple of 14 responses. Set run.rollout_batch_size by hand"]),
     ("run.py", "from rewards import reward\nlr = 1e-5\n\n\ndef build(lr, n=4):\n"
      "    return GRPOConfig(learning_rate=lr, beta=0.5)\n\n\n"
      "def main():\n    GRPOTrainer('org/m', reward, build(3e-6), train_dataset='org/d').train()\n",
-     {"train.lr": 1e-6, "algorithm.kl_loss_coef": 0.5}, ["lr is known when the program runs; set train.lr by hand"]),
+     {"train.lr": 1e-6, "algorithm.kl_loss_coef": 0.5}, ["lr is known when the program runs. Set train.lr by hand"]),
     ("run.py", python("scale_rewards='mean'"), {"algorithm.name": "maxrl"}, []),
     ("run.py", python("max_steps=8", "reward_funcs=reward, environment_factory=Env"), {"run.num_rollout": 8},
      ["set by hand: an agent is rollout.custom_generate"]),
     ("run.sh", f"trl grpo {IDS} --reward_funcs a.b --scale_rewards batch", {},
-     ["TRL divides by the deviation of the batch"]),
+     ["TRL divides by the batch's deviation"]),
     ("run.py", python("learning_rate=1e-5, max_length=256", "train_dataset=load_dataset('json', data_files='a.jsonl')",
                       name="SFT"),
      {"algorithm.name": "sft", "rollout.data": ["a.jsonl"], "rollout.max_context_len": 256}, []),
@@ -230,14 +230,14 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      "config.beta = 0.5\nfrom rewards import reward\n"
      "GRPOTrainer(model=model.model_name_or_path, reward_funcs=reward, args=config)\n",
      {"algorithm.name": "grpo", "algorithm.kl_loss_coef": 0.5, "score.custom_rm_path": "rewards.py:reward"},
-     ["set model.path by hand"]),
+     ["Set model.path by hand"]),
     # Python that is followed through functions and classes
     ("run.py", "import argparse\nfrom rewards import reward\n\n\ndef parse():\n    p = argparse.ArgumentParser()\n"
      "    p.add_argument('--lr', type=float, default=2e-6)\n    p.add_argument('--model', required=True)\n"
      "    return p.parse_args()\n\n\ndef train(args):\n    c = GRPOConfig(learning_rate=args.lr, max_steps=2 * 5)\n"
      "    GRPOTrainer(model=args.model, reward_funcs=reward, args=c, train_dataset='d')\n\n\n"
      "def unused():\n    return GRPOConfig(learning_rate=1)\n\n\ntrain(parse())\n",
-     {"train.lr": 2e-6, "run.num_rollout": 10}, ["set model.path by hand"]),
+     {"train.lr": 2e-6, "run.num_rollout": 10}, ["Set model.path by hand"]),
     ("run.py", "@dataclass\nclass Options(ScriptArguments):\n"
      "    names: list = field(default_factory=lambda: ['a', 'b'])\n\n\n"
      "from rewards import a, b\nALL = {'a': a, 'b': b}\ndef main(options, config):\n"
@@ -255,17 +255,17 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
      {"train.lr": 7e-6, "run.num_rollout": 20, "model.path": "org/m"}, []),
     ("run.py", "def build(lr):\n    return SFTConfig(learning_rate=lr, max_steps=3)\n\n\n"
      "for lr in (1e-5, 2e-5):\n    SFTTrainer('org/m', build(lr), train_dataset='org/d').train()\n",
-     {"run.num_rollout": 3}, ["set train.lr by hand"]),
+     {"run.num_rollout": 3}, ["Set train.lr by hand"]),
     ("run.py", "lr, steps = 1e-5, 5\n\n\ndef change():\n    global lr\n    if torch.cuda.is_available():\n"
      "        lr = 3e-5\n\n\nchange()\ntable = {'seed': 1, 'max_steps': 3, 'beta': 2}\ndel table['seed']\n"
      "table.pop('beta')\ntable.update(max_steps=4)\n"
      "SFTTrainer('org/m', SFTConfig(learning_rate=lr, **table), train_dataset='org/d')\n",
      {"run.num_rollout": 4},
-     ["it depends on a condition that is not evaluated (line 6); set train.lr", "it is deleted; set run.seed by hand"]),
+     ["it depends on a condition that is not evaluated (line 6). Set train.lr", "it is deleted. Set run.seed by hand"]),
     ("run.py", "def make():\n    lr = 1e-5\n    def change():\n        nonlocal lr\n        lr = 3e-5\n    change()\n"
      "    return SFTConfig(learning_rate=lr, max_steps=3)\n\n\n"
      "SFTTrainer('org/m', make(), train_dataset='org/d')\n",
-     {"run.num_rollout": 3}, ["an inner function sets it; set train.lr by hand"]),
+     {"run.num_rollout": 3}, ["an inner function sets it. Set train.lr by hand"]),
 ]  # fmt: skip
 
 
@@ -291,7 +291,7 @@ def test_a_launch_file_of_trl_is_right_or_asks(
     settings = conversion.settings.model_dump()
     assert {key: value(settings, key) for key in expected} == expected
     own = [item.reason for item in conversion.omissions if item.by_hand and "per_device" not in item.flag]
-    sized = [reason for reason in own if "is multiplied by the processes" not in reason]
+    sized = [reason for reason in own if "is multiplied by the number of processes" not in reason]
     assert len(sized) == len(by_hand)
     assert [part for part, reason in zip(by_hand, sized, strict=True) if part not in reason] == []
     (tmp_path / "written.toml").write_text(settings_file(conversion, Path(name), reading.notes), encoding="utf-8")
@@ -331,7 +331,7 @@ def test_the_reward_is_asked_for_before_all_else(tmp_path: Path, monkeypatch: py
         ("run.sh", f"trl sft {IDS} --loss_type dft", "run.sh:1: loss_type dft has no counterpart. Give one of"),
         ("run.py", f"{python('max_steps=1')}{python('max_steps=2', name='SFT')}",
          "run.py: has several trainings (GRPOConfig in line 8, GRPOTrainer in line 8, SFTConfig in line 16, SFTTrainer"
-         " in line 16); pick one by --line N"),
+         " in line 16). Pick one by --line N"),
     ],
 )  # fmt: skip
 def test_a_training_that_is_not_here_or_not_one_is_refused(

@@ -316,8 +316,8 @@ def test_the_reward_is_the_first_line_by_hand_in_the_file_and_on_stderr(tmp_path
     command = [sys.executable, "-m", "slimectl", "settings", "from", str(tmp_path / "run.sh")]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = result.stdout.split("# To be set by hand: ")[1].partition("\n")[2].splitlines()
-    assert lines[0].startswith("#   score.rm_type: the file names no reward.")
+    assert lines[0].startswith("#   score.rm_type: the file has no reward.")
     assert lines[1].startswith("#   --num_episodes")
     warnings = result.stderr.splitlines()
-    assert "score.rm_type: the file names no reward" in warnings[0]
+    assert "score.rm_type: the file has no reward" in warnings[0]
     assert "--num_episodes" in warnings[1]

@@ -122,9 +122,9 @@ def test_a_loss_keeps_the_metrics_of_log_probs(model_dir: ModelDir, functions: s
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"custom_advantage_function_path": "silent"}, r'left no rollout_data\["advantages"\]'),
+        ({"custom_advantage_function_path": "silent"}, r'wrote no rollout_data\["advantages"\]'),
         ({"custom_advantage_function_path": "short"}, "advantages of sample 1: must be 2 finite numbers"),
-        ({"custom_loss_function_path": "number"}, "returned a loss of type float; return a scalar tensor"),
+        ({"custom_loss_function_path": "number"}, "returned a loss of type float. Return a scalar tensor"),
     ],
 )
 def test_what_does_not_fit_is_refused(model_dir: ModelDir, functions: str, keys: dict[str, str], said: str):

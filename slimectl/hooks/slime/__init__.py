@@ -1,1 +1,1 @@
-"""Adapter to functions that were written for slime: `flags` of `args`, and `shapes` of calls and results."""
+"""Adapter to functions that were written for slime: `flags` for `args`, and `shapes` for calls and results."""

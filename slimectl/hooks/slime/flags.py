@@ -1,7 +1,7 @@
 """Values of slime's arguments, as its scripts read them from `args`.
 
-The table by which launch scripts are read (`settings/launch_scripts/slime_flags.py`) says which setting an argument
-stands for. Here are the values of arguments that have another one than that setting, or that have no setting.
+The table for launch scripts (`settings/launch_scripts/slime_flags.py`) maps arguments to settings. This file has the
+values of arguments that differ from their setting, or that have no setting.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from slimectl.settings.launch_scripts.slime import SLIME
 from slimectl.settings.launch_scripts.values import addresses, function_path, function_paths, on, positive, texts
 
 UNCHANGED = (None, on, positive, texts, addresses, function_path, function_paths)
-"""Conversions of a flag after which the setting has the value that slime's argument has."""
+"""Conversions of a flag after which the setting has the same value as slime's argument."""
 NEAREST = ("ci_train_rollout_logprob_abs_diff_threshold", "use_rollout_entropy")
-"""Flags that become the nearest setting there is; scripts that read the argument mean slime's own, in `DEFAULTS`."""
+"""Flags that set the nearest setting available. Scripts that read the argument expect slime's value, in `DEFAULTS`."""
 SETTINGS = {
     name: row.key
     for name, row in SLIME.rows.items()
     if row.key and row.convert in UNCHANGED and name not in NEAREST
 }  # fmt: skip
-"""Arguments whose value is that of a setting. Where an algorithm lacks the key, `DEFAULTS` has slime's value."""
+"""Arguments with the value of a setting. If an algorithm lacks the key, `DEFAULTS` has slime's value."""
 
 _OFF = """
     allgather_cp async_save ci_disable_kl_checker ci_test debug_rollout_only debug_train_only enable_mtp_training
@@ -89,15 +89,15 @@ DEFAULTS: dict[str, Any] = {
     "train_env_vars": {},
     "value_clip": 0.2,
 }
-"""Arguments without a counterpart here, or whose algorithm is not the one that is set: slime's default."""
+"""slime's defaults, for arguments without a counterpart here or whose algorithm is not the one in use."""
 
 
 class NoAddressError(HookError, AttributeError):
-    """An engine in this process has no address: one line for the user, and no attribute to `hasattr`."""
+    """An engine in this process has no address. The user sees one line, and `hasattr` sees no attribute."""
 
 
 def _router(settings: Settings) -> tuple[str, int]:
-    """Host and port of the first address that answers requests. Raises NoAddressError for an engine without one."""
+    """Host and port of the first address that answers requests. Raises NoAddressError if the engine has none."""
     if not settings.engine.url:
         raise NoAddressError(
             "args.sglang_router_ip: the engine runs in this process and has no address. Ask for the parameter "
@@ -129,7 +129,7 @@ def _prompt_data(settings: Settings) -> str | list[str] | None:
 
 
 def _upper_clip(settings: Settings) -> float:
-    """Return the upper clip of the ratio; the lower one where none is set, as slime fills it in."""
+    """Return the upper clip of the ratio, or the lower one if it is unset, which is slime's default."""
     upper = getattr(settings.algorithm, "eps_clip_high", None)
     return float(getattr(settings.algorithm, "eps_clip", DEFAULTS["eps_clip"]) if upper is None else upper)
 
@@ -166,4 +166,4 @@ COMPUTED: dict[str, Callable[[Settings], Any]] = {
     "use_wandb": lambda settings: "wandb" in settings.track.with_,
     "wandb_random_suffix": lambda settings: settings.track.random_suffix,
 }
-"""Arguments whose value is not that of their flag's setting: it follows from others, or slime fills it in."""
+"""Arguments whose value differs from their flag's setting: it follows from other settings, or slime fills it in."""

@@ -1,4 +1,4 @@
-"""Shapes of what slime's functions are called with and return, beside those of slimectl."""
+"""Arguments and results of functions written for slime, converted from and to slimectl's."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ PARAMETERS = {
 # --- sampling parameters ----------------------------------------------------------------------------------------------
 
 SGLANG_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
-"""Fields of SamplingParams with another name in SGLang's requests."""
+"""Fields of SamplingParams that have another name in SGLang's requests."""
 WITHOUT_EFFECT = frozenset({"no_stop_trim", "spaces_between_special_tokens", "custom_params", "n", "return_logprob"})
-"""Keys that slime's functions set, and that change no token here."""
+"""Keys that slime's functions set and that do not change any token here."""
 _FIELDS = {field.name: SGLANG_NAMES.get(field.name, field.name) for field in dataclasses.fields(SamplingParams)}
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
 ALWAYS = ("temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids")
-"""Fields that slime's dict always has; the others are keys where they are not at their defaults."""
+"""Fields that slime's dict always has. The others are keys only if they are not at their defaults."""
 
 
 class SamplingDict(dict[str, Any]):
-    """Sampling parameters as a function gets them: a dict by SGLang's names, and attributes by those of SamplingParams.
+    """Sampling parameters as a function gets them. Keys have SGLang's names, attributes the names of SamplingParams.
 
     >>> params = SamplingDict.of(SamplingParams(max_tokens=8, seed=1))
     >>> params["max_new_tokens"] -= 3
     >>> params.max_tokens, params.seed, dataclasses.replace(params, seed=2)["sampling_seed"]
     (5, 1, 2)
 
-    A seed that nobody set is no key: sent to a server twice, it would draw the same answer twice.
+    An unset seed is not a key: two requests with the same seed would get the same response.
     """
 
     __dataclass_fields__ = SamplingParams.__dataclass_fields__  # dataclasses.replace makes changed copies
@@ -72,14 +72,14 @@ class SamplingDict(dict[str, Any]):
 
 
 def _as_json(name: str, value: Any) -> Any:
-    """Return the value of a field as it stands in a request."""
+    """Return the value of a field as it is in a request."""
     if name == "logit_bias":
         return {str(token): bias for token, bias in value}
     return list(value) if isinstance(value, tuple) else value
 
 
 def _as_field(name: str, value: Any) -> Any:
-    """Return a value of a request as that of the field."""
+    """Return a value of a request as the value of the field."""
     value = plain_value(value)
     if name == "logit_bias" and isinstance(value, Mapping):
         return tuple((int(token), float(bias)) for token, bias in value.items())
@@ -89,18 +89,18 @@ def _as_field(name: str, value: Any) -> Any:
 
 
 def sampling_params(values: Mapping[str, Any] | SamplingParams | None, base: SamplingParams) -> SamplingParams | None:
-    """Return the parameters that a function passed to `generate`; keys that it left out are those of `base`.
+    """Return the parameters that a function passed to `generate`. Missing keys come from `base`.
 
-    Raises ValueError for a key that no engine here knows: it would be ignored without a word.
+    Raises ValueError for a key that no engine here knows, because it would be ignored silently.
     """
     if values is None or isinstance(values, SamplingParams):
         return values
-    if isinstance(values, SamplingDict):  # what it leaves out is at its default
+    if isinstance(values, SamplingDict):  # missing keys are at their defaults
         base = SamplingParams(seed=base.seed)
     ours = {theirs: name for name, theirs in _FIELDS.items()} | {name: name for name in _FIELDS}
     unknown = sorted(values.keys() - ours.keys() - WITHOUT_EFFECT)
     if unknown:
-        raise ValueError(f"sampling_params: unknown key {unknown[0]!r}; known are {', '.join(_FIELDS.values())}")
+        raise ValueError(f"sampling_params: unknown key {unknown[0]!r}. Known keys: {', '.join(_FIELDS.values())}")
     fields = {ours[name]: _as_field(ours[name], value) for name, value in values.items() if name in ours}
     return dataclasses.replace(base, **fields)
 
@@ -109,7 +109,7 @@ def sampling_params(values: Mapping[str, Any] | SamplingParams | None, base: Sam
 
 
 def as_sample(value: Any) -> Any:
-    """Return a sample with plain numbers, and an object with its attributes as one; anything else unchanged."""
+    """Return a sample with plain numbers, and convert an object that has its attributes. Others stay unchanged."""
     if isinstance(value, Sample):
         return plain_sample(value)
     if not all(hasattr(value, name) for name in ("tokens", "response_length", "status")):
@@ -117,13 +117,13 @@ def as_sample(value: Any) -> Any:
     values = dict(value.to_dict() if hasattr(value, "to_dict") else vars(value))
     values["status"] = getattr(values["status"], "value", values["status"])
     for name, counters in (("spec_info", SpeculationCounts), ("prefix_cache_info", PrefixCacheCounts)):
-        if values.get(name) is not None:  # objects there
+        if values.get(name) is not None:  # these are objects
             values[name] = counters(values[name] if isinstance(values[name], dict) else vars(values[name]))
     return plain_sample(Sample.from_dict({name: value for name, value in values.items() if value is not None}))
 
 
 def as_groups(groups: Any) -> Any:
-    """Return groups whose members are Samples; samples that stand alone are put into groups by their group_index."""
+    """Return groups whose members are Samples. Samples outside of a group are grouped by their group_index."""
     if not isinstance(groups, list):
         return groups
     if groups and not any(isinstance(group, list) for group in groups):
@@ -134,13 +134,13 @@ def as_groups(groups: Any) -> Any:
 
 
 def _flat(group: Sequence[Any]) -> list[Any]:
-    """Return the samples of a group; a fan-out is a list among them."""
+    """Return the samples of a group. A fan-out is a list among them."""
     parts = [part if isinstance(part, list) else [part] for part in group]
     return [as_sample(sample) for part in parts for sample in part]
 
 
 def rollout_result(result: Any) -> tuple[Any, Any]:
-    """Return (groups, metrics) of what a rollout function returned: its attributes count, not its class."""
+    """Return (groups, metrics) from the result of a rollout function. Its attributes count, not its class."""
     if isinstance(result, tuple) and len(result) == 2:
         return as_groups(result[0]), result[1] or {}
     data = result if isinstance(result, dict) else getattr(result, "data", None)
@@ -151,7 +151,7 @@ def rollout_result(result: Any) -> tuple[Any, Any]:
 
 
 def _graded(dataset: Mapping[str, Any]) -> list[Any]:
-    """Return the samples of an evaluated dataset with the rewards that stand beside them."""
+    """Return the samples of an evaluated dataset with the rewards that are returned next to them."""
     samples = _flat(dataset["samples"])
     for sample, reward in zip(samples, dataset.get("rewards") or [], strict=False):
         sample.reward = reward if sample.reward is None else sample.reward
@@ -159,7 +159,7 @@ def _graded(dataset: Mapping[str, Any]) -> list[Any]:
 
 
 def filter_result(result: Any) -> Any:
-    """Return what a filter returned; an object with `keep` and `reason` as (keep, reason).
+    """Return the result of a filter. An object with `keep` and `reason` becomes (keep, reason).
 
     With `keep_when_insufficient` the tuple has True as a third member.
     """
@@ -174,12 +174,12 @@ def filter_result(result: Any) -> Any:
 # --- samples of log functions -----------------------------------------------------------------------------------------
 
 
-class GroupsWanted(BaseException):  # not an error: the `except Exception` of a function must not catch it
-    """Raised in a log function that uses a sample like a list: it expects groups."""
+class GroupsWanted(BaseException):  # not an Exception, so that `except Exception` in a function does not catch it
+    """Raised in a log function that uses a sample like a list, because it expects groups."""
 
 
 class LoggedSample(Sample):
-    """A sample as a log function gets it first."""
+    """A sample as a log function gets it at first."""
 
     __slots__ = ()
 
@@ -204,9 +204,9 @@ _taking_groups: set[Hook] = set()
 
 
 def call_with_samples(function: Hook, arguments: Callable[[Arrange], Mapping[str, Any]]) -> Any:
-    """Call a log function with a flat list of samples, and again with groups if it uses one of them like a list.
+    """Call a log function with a flat list of samples, and again with groups if it uses a sample like a list.
 
-    `arguments` makes the arguments of a call, with its samples arranged by the given function.
+    `arguments` builds the arguments of a call, with its samples arranged by the given function.
     """
     if function not in _taking_groups:
         try:
@@ -226,5 +226,5 @@ def _logged(samples: Sequence[Sample]) -> list[Any]:
 
 
 def sample_groups(samples: Sequence[Sample]) -> list[Any]:
-    """Return samples in groups; siblings stand together."""
+    """Return samples in groups. Samples of the same prompt are in the same group."""
     return [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]

@@ -1,1 +1,1 @@
-"""Reads launch scripts and configurations of other stacks, and writes settings; nothing of them is executed."""
+"""Reads launch scripts and configurations of other stacks, and writes settings. Nothing in them is executed."""

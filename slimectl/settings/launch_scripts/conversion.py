@@ -20,30 +20,30 @@ from slimectl.settings.root import Settings
 
 MAX_DROPS = 200
 ROWS = ("sft", "dpo", "reward_model")
-"""Algorithms that read rows, and sample nothing."""
+"""Algorithms that read rows and do not sample."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Flags of one meaning: their names there, the key here, and how the value changes.
+    """Flags with the same meaning: their names in the other stack, the key here, and how the value changes.
 
-    Without a key, `text` says why there is none, and what to do instead.
+    Without a key, `text` is the reason, and what to do instead.
     """
 
     names: str
     key: str = ""
     text: str = ""
     convert: Callable[[Flag], Any] | None = None
-    """Makes the value, or several values by key. Raises ValueError with the end of a sentence about the flag."""
+    """Returns the value, or several values by key. Raises ValueError with the end of a sentence about the flag."""
     secret: bool = False
-    """Whether the value is a secret, which no line shows."""
+    """Whether the value is a secret, which is never shown."""
     default: Any = None
-    """The default there, where it differs from the one here: set if the flag is not given. Without a key, listed."""
+    """The other stack's default if ours differs. It is set if the flag is missing. Without a key, it is listed."""
     neutral: str | None = None
-    """Without a key, values that change nothing. Any other changes what is learned, and is set by hand."""
+    """Without a key, values that change nothing. Any other value changes the training, and the user must set it."""
 
     def is_neutral(self, flag: Flag) -> bool:
-        """Whether a flag without a key changes nothing of what is learned."""
+        """Whether a flag without a key leaves the training unchanged."""
         return self.neutral is None or (
             not flag.problem and (",".join(flag.texts) or "true").lower() in self.neutral.split()
         )
@@ -52,14 +52,14 @@ class Row:
 def namesakes(
     section: str, names: str, convert: Callable[[Flag], Any] | None = None, *, flag: str = "", default: Any = None
 ) -> list[Row]:
-    """Return the rows of flags whose settings in `section` have their names; `flag` is what precedes each name."""
+    """Return the rows of flags whose settings in `section` have the same names. `flag` is the prefix of each name."""
     return [
         Row(f"{flag}{name}", f"{section}.{canonical(name)}", convert=convert, default=default) for name in names.split()
     ]
 
 
 def renamed(pairs: str, *, flag: str = "") -> list[Row]:
-    """Return the rows of flags that have another name here, as NAME=KEY; `flag` is what precedes each name."""
+    """Return the rows of flags that have another name here, as NAME=KEY. `flag` is the prefix of each name."""
     return [Row(f"{flag}{name}", key) for name, key in (pair.split("=") for pair in pairs.split())]
 
 
@@ -71,7 +71,7 @@ def omit_unlisted(conversion: Conversion, flag: Flag) -> None:
 
 @dataclass(frozen=True)
 class Dialect:
-    """A stack whose launch files are read: its table, and what follows from several flags together."""
+    """A stack whose launch files can be read: its table, and settings that depend on several flags together."""
 
     name: str
     title: str
@@ -84,38 +84,38 @@ class Dialect:
     negation: str = ""
     """Prefix that turns a switch off (`--no_bf16`)."""
     programs: str = ""
-    """Pattern of the names of programs that train, whatever their flags."""
+    """Pattern of the names of training programs, whatever their flags."""
     common: tuple[str, ...] = ()
-    """Groups whose flags say nothing of which command trains, as conversions take them too."""
+    """Groups whose flags do not identify a training command, because conversion commands accept them too."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other spellings of flags, and of the beginnings of dotted names, by the name in the table."""
 
     def knows(self, name: str) -> bool:
-        """Whether a flag speaks for this stack."""
+        """Whether a flag indicates this stack."""
         row = self.row(self.name_of(name))
         return row is not None and not any(row in self.groups[group] for group in self.common)
 
     def name_of(self, name: str) -> str:
-        """The name of a flag in the table, dashes as underscores."""
+        """The name of a flag in the table, with underscores for dashes."""
         name = canonical(name)
         head, dot, tail = name.partition(".")
         return self.aliases.get(name) or (f"{self.aliases.get(f'{head}.', f'{head}.')}{tail}" if dot else name)
 
     def row(self, name: str) -> Row | None:
-        """The row of a name in the table; for a table of which no key has a counterpart (`NAME`) the row of that."""
+        """The row of a name in the table. A table whose keys all lack a counterpart (`NAME`) has one row."""
         if name in self.rows:
             return self.rows[name]
         return next((row for prefix, row in self._tables if name.startswith(prefix)), None)
 
     @cached_property
     def _tables(self) -> list[tuple[str, Row]]:
-        """Rows of whole tables by what their names begin with, the longest first."""
+        """Rows of whole tables by the prefix of their names, the longest first."""
         rows = [(name, row) for name, row in self.rows.items() if name.endswith("NAME") and not row.key]
         return sorted(((name.removesuffix("NAME"), row) for name, row in rows), key=lambda item: -len(item[0]))
 
     @cached_property
     def rows(self) -> dict[str, Row]:
-        """The row of every name, dashes as underscores."""
+        """The row of every name, with underscores for dashes."""
         return {canonical(name): row for rows in self.groups.values() for row in rows for name in row.names.split()}
 
 
@@ -124,26 +124,26 @@ def canonical(name: str) -> str:
 
 
 def stem(program: str) -> str:
-    """The last name of a program, which is a path or a module."""
+    """The last part of the name of a program, which is a path or a module."""
     return program.rpartition("/")[2].removesuffix(".py").rpartition(".")[2]
 
 
 @dataclass(frozen=True)
 class Omission:
-    """A flag that became no setting, and why."""
+    """A flag that became no setting, and the reason."""
 
     flag: str
     place: str
     reason: str
     by_hand: bool = False
-    """Whether the setting is there, but its value must come from the user."""
+    """Whether the setting exists, but the user must supply its value."""
     first: bool = False
-    """Whether it precedes all others: a run learns nothing without it."""
+    """Whether it is listed before all others, because a run cannot learn without it."""
 
 
 @dataclass
 class Conversion:
-    """Settings as they arise from flags: values by dotted key, and the flags that each came from."""
+    """Settings collected from flags: values by dotted key, and the flags that each came from."""
 
     dialect: Dialect
     flags: dict[str, Flag] = field(default_factory=dict)
@@ -151,21 +151,21 @@ class Conversion:
     sources: dict[str, str] = field(default_factory=dict)
     omissions: list[Omission] = field(default_factory=list)
     defaults: list[str] = field(default_factory=list)
-    """Flags whose values are the defaults here."""
+    """Flags with the same values as the defaults here."""
     problems: list[str] = field(default_factory=list)
-    """Contradictions between the settings that only the user can settle."""
+    """Contradictions between settings that only the user can resolve."""
     settings: Settings = field(default_factory=Settings)
     settled: set[str] = field(default_factory=set)
-    """Keys that take no default of the other stack."""
+    """Keys that ignore the other stack's default."""
     program_defaults: dict[str, Any] = field(default_factory=dict)
-    """Defaults of the program that is started, by the first name of a row. They replace the row's own; None is none."""
+    """Defaults of the program that is started, by the first name of a row. They override the row's. None means none."""
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """The names of the flags that set each key in the end."""
+    """The names of the flags whose values each key has in the end."""
     _claims: dict[str, dict[str, None]] = field(default_factory=dict)
     """The names of all flags that have set a key, in order."""
 
     def text(self, name: str, default: str = "") -> str:
-        """The first value of a flag; the default if it is not given or not known."""
+        """The first value of a flag, or the default if it is missing or unknown."""
         flag = self.flags.get(name)
         return flag.values[0].text if flag and flag.values and not flag.problem else default
 
@@ -180,18 +180,18 @@ class Conversion:
         return int(value) if math.isfinite(value) else default
 
     def is_unknown(self, *names: str) -> bool:
-        """Whether one of the flags is given with a value that the file alone does not tell."""
+        """Whether one of the flags is given with a value that cannot be determined from the file."""
         return any(flag.problem for name in names if (flag := self.flags.get(name)) is not None)
 
     def real(self, name: str, default: float) -> float:
-        """The value of a flag as a number; the default if it is not given or no number."""
+        """The value of a flag as a number, or the default if it is missing or not a number."""
         try:
             return float(self.text(name, str(default)))
         except ValueError:
             return default
 
     def converted(self, name: str) -> Any:
-        """The value of a flag by its row; None if it is not given, not known or has no counterpart."""
+        """The value of a flag by its row, or None if it is missing, unknown or without a counterpart."""
         flag, row = self.flags.get(name), self.dialect.rows[name]
         if flag is None or flag.problem:
             return None
@@ -201,7 +201,7 @@ class Conversion:
             return None
 
     def put(self, key: str, value: Any, *sources: str) -> None:
-        """Set a key, and say which flags it came from."""
+        """Set a key, and record the flags that it came from."""
         self.values[key] = value
         present = [name for name in sources if name in self.flags or name not in self.dialect.rows]
         self.sources[key] = ", ".join(dict.fromkeys(self._source(name) for name in present or sources[:1]))
@@ -209,12 +209,12 @@ class Conversion:
         self._claims.setdefault(key, {}).update(dict.fromkeys(sources))
 
     def put_known(self, key: str, value: Any, *sources: str) -> None:
-        """Set a key unless one of the flags that it came from is not known."""
+        """Set a key unless one of the flags that it came from is unknown."""
         if not self.is_unknown(*sources):
             self.put(key, value, *sources)
 
     def put_pair(self, name: str, first: str, second: str) -> bool:
-        """Set two keys from a flag with two values; return whether it has them."""
+        """Set two keys from a flag with two values. Return whether it has two."""
         flag = self.flags.get(name)
         pair = " ".join(flag.texts).strip("[]").replace(",", " ").split() if flag and not flag.problem else []
         if len(pair) == 2:
@@ -230,7 +230,7 @@ class Conversion:
             self.take_back(key, f"{switch} is off")
 
     def name_run(self, name: str) -> None:
-        """Divide the folder of a run into that of all runs and the run's name."""
+        """Split the folder of a run into the folder of all runs and the run's name."""
         if isinstance(self.values.get("run.dir"), str):
             folder, _, run = str(self.values["run.dir"]).rstrip("/").rpartition("/")
             self.put("run.dir", folder or ".", name)
@@ -238,19 +238,19 @@ class Conversion:
                 self.put("run.name", run, name)
 
     def skip_sampling(self) -> None:
-        """Take no default of the other stack for sampling, as the algorithm reads rows."""
+        """Ignore the other stack's defaults for sampling, because the algorithm reads rows."""
         self.settled |= {row.key for row in self.dialect.rows.values() if row.key.startswith("rollout.")}
         self.settled |= {"run.rollout_batch_size", "engine.backend", "engine.dtype"}
 
     def put_default(self, name: str, key: str, value: Any) -> None:
-        """Set what the other stack does without a flag, unless the flag or the key is there."""
+        """Set the other stack's default for a flag, unless the flag or the key is there."""
         row = self.dialect.row(name)
         names = row.names.split() if row else [name]
         if key not in self.values and not any(canonical(item) in self.flags for item in names):
             self.put(key, value, f"the default of {self.dialect.title} for {name}")
 
     def omit_superseded(self) -> None:
-        """List the flags whose key another flag has set in the end."""
+        """List the flags whose key was set by another flag in the end."""
         effective = {name for key in self.values for name in self.names.get(key, ())}
         for key, names in self._claims.items():
             for name in names:
@@ -265,13 +265,13 @@ class Conversion:
         return f"the default of {self.dialect.title} for {name}" if name in self.dialect.rows else name
 
     def drop(self, *keys: str) -> None:
-        """Drop keys and list nothing."""
+        """Drop keys without listing them."""
         for key in keys:
             self.values.pop(key, None)
             self.sources.pop(key, None)
 
     def take_back(self, key: str, reason: str, *, defaults: bool = True) -> None:
-        """Drop a key again, and list what it came from; a default only with `defaults`."""
+        """Drop a key again, and list its flags. A default is only listed with `defaults`."""
         if key in self.values:
             del self.values[key]
             source = self.sources.pop(key)
@@ -279,7 +279,7 @@ class Conversion:
                 self.omissions.append(Omission(source, "", reason))
 
     def unlist(self, *names: str) -> None:
-        """Take flags from the list of those without a counterpart: with other flags they have one."""
+        """Remove flags from the list of flags without a counterpart: together with others they have one."""
         shown = {str(self.flags[name]) for name in names if name in self.flags}
         self.omissions = [item for item in self.omissions if item.flag not in shown]
 
@@ -287,7 +287,7 @@ class Conversion:
         self.omissions.append(Omission(str(flag), str(flag.place), reason, by_hand or first, first))
 
     def note_default(self, name: str, value: Any, reason: str) -> None:
-        """List a default of the other stack that no setting takes over."""
+        """List a default of the other stack that is not transferred."""
         shown = f"the default of {self.dialect.title} for {name}{'' if value is None else f', {value}'}"
         self.omissions.append(Omission(shown, "", reason))
 
@@ -297,12 +297,12 @@ class Conversion:
 
 
 def is_on(flag: Flag) -> bool:
-    """The value of a switch, which may be written out."""
+    """The value of a switch, which may be spelled out."""
     return not flag.values or flag.values[0].text.lower() not in ("false", "0", "no", "off", "none", "null")
 
 
 def convert(dialect: Dialect, flags: Sequence[Flag], launcher: Flag | None = None) -> Conversion:
-    """Convert the flags of a training command; `launcher` is the program that it starts."""
+    """Convert the flags of a training command. `launcher` is the program that it starts."""
     conversion = Conversion(dialect)
     for flag in flags:
         flag = _negated(dialect, flag)
@@ -340,7 +340,7 @@ def convert(dialect: Dialect, flags: Sequence[Flag], launcher: Flag | None = Non
 
 
 def _negated(dialect: Dialect, flag: Flag) -> Flag:
-    """`--no_NAME` as NAME that is off, where the stack has such flags."""
+    """`--no_NAME` as NAME turned off, if the stack has such flags."""
     name = canonical(flag.name)
     rest = name.removeprefix(dialect.negation)
     if rest == name or flag.values or name in dialect.rows or rest not in dialect.rows:
@@ -349,11 +349,11 @@ def _negated(dialect: Dialect, flag: Flag) -> Flag:
 
 
 REPEATABLE = ("eval_prompt_data", "rollout_sample_hook_path")
-"""Flags that add to what the same flag said before."""
+"""Flags that append to their earlier value when repeated."""
 
 
 def take(conversion: Conversion, flag: Flag, row: Row) -> None:
-    """Set what a flag sets by its row, or list it with the reason."""
+    """Set the key of a flag by its row, or list the flag with the reason."""
     if not row.key:
         conversion.omit(flag, row.text, by_hand=not row.is_neutral(flag))
         return
@@ -364,7 +364,7 @@ def take(conversion: Conversion, flag: Flag, row: Row) -> None:
     if not problem and flag.values and not values:
         problem = flag.problem
     if problem:
-        conversion.omit(flag, f"{problem}; set {row.key} by hand", by_hand=True)
+        conversion.omit(flag, f"{problem}. Set {row.key} by hand", by_hand=True)
         return
     known_flag = Flag(flag.name, flag.spelling, values, flag.place)
     try:
@@ -373,8 +373,8 @@ def take(conversion: Conversion, flag: Flag, row: Row) -> None:
         conversion.omit(flag, str(error))
         return
     except ValueError as error:
-        line = str(error).removesuffix("; set the key by hand")
-        remedy = "" if f"set {row.key}" in line else f"; set {row.key} by hand"
+        line = str(error).removesuffix(". Set the key by hand")
+        remedy = "" if f"Set {row.key}" in line else f". Set {row.key} by hand"
         conversion.omit(flag, f"{line}{remedy}", by_hand=True)
         return
     for key, item in value.items() if isinstance(value, Many) else [(row.key, value)]:
@@ -382,15 +382,15 @@ def take(conversion: Conversion, flag: Flag, row: Row) -> None:
 
 
 class Unneeded(ValueError):
-    """A value that needs no setting, as slimectl does the same without one."""
+    """A value that needs no setting, because slimectl already does the same."""
 
 
 class Many(dict[str, Any]):
-    """Values of several keys that one flag stands for."""
+    """Values of several keys, from one flag."""
 
 
 def plain(flag: Flag) -> Any:
-    """The value as it stands: true for a switch, a list for several."""
+    """The value unchanged: true for a switch, a list for several."""
     if not flag.values:
         return True
     texts = [None if text.lower() in ("none", "null") else text for text in flag.texts]
@@ -405,7 +405,7 @@ def typed(flag: Flag) -> Any:
 
 
 def _take_defaults(conversion: Conversion) -> None:
-    """Set what the other stack does without a flag, where slimectl would do something else."""
+    """Set the other stack's defaults wherever slimectl's differ."""
     for name, row in conversion.dialect.rows.items():
         default = conversion.program_defaults.get(name, row.default)
         if default is None or row.key in conversion.values:
@@ -429,11 +429,11 @@ def _take_defaults(conversion: Conversion) -> None:
 
 
 REWARDS = ("score.rm_type", "score.rm", "score.custom_rm_path", "rollout.env", "rollout.function_path")
-"""Settings that name a reward, or what brings one."""
+"""Settings that define the reward, or that come with one."""
 
 
 def _ask_for_reward(conversion: Conversion) -> None:
-    """List the reward first where the algorithm learns from one and the file names none."""
+    """List the reward first if the algorithm needs one and the file has none."""
     algorithm = conversion.settings.algorithm
     is_asked = any(item.first or (item.by_hand and item.flag == "algorithm.name") for item in conversion.omissions)
     if is_asked or not getattr(algorithm, "learns_from_rewards", False) or conversion.values.keys() & set(REWARDS):
@@ -443,7 +443,7 @@ def _ask_for_reward(conversion: Conversion) -> None:
             conversion.omissions[position] = replace(item, first=True)
             return
     conversion.ask_for(
-        "score.rm_type", "the file names no reward. Set a verifier, or a function as score.custom_rm_path "
+        "score.rm_type", "the file has no reward. Set a verifier, or a function as score.custom_rm_path "
         "(docs/verifiers.md)"
     )  # fmt: skip
 
@@ -453,7 +453,7 @@ def _algorithm_keys(conversion: Conversion) -> list[str]:
 
 
 def _check(conversion: Conversion) -> None:
-    """Validate the settings; list the flags whose values are refused, have no effect, or are the defaults."""
+    """Validate the settings. List flags with values that are rejected, have no effect, or equal the defaults."""
     name, names = conversion.values.get("algorithm.name", DEFAULT_ALGORITHM), _algorithm_keys(conversion)
     for key in list(conversion.values):
         if key.startswith("algorithm.") and key.partition(".")[2] not in names:
@@ -484,5 +484,5 @@ def _check(conversion: Conversion) -> None:
 
 
 def _is_about(line: str, key: str) -> bool:
-    """Whether an error is that of one value: `train.lr: input should be …, not 'x' (launch)`."""
+    """Whether an error is about one value: `train.lr: input should be …, not 'x' (launch)`."""
     return line.startswith(f"{'.'.join(key.split('.')[:2])}: ") and "(launch)" in line

@@ -20,21 +20,21 @@ MAX_KEYS = 5_000
 MAX_DEPTH = 30
 MAX_BRACKETS = 100
 MAX_MERGED = 100
-"""Mappings that `<<` takes over in one place."""
+"""Maximum number of mappings that one `<<` takes over."""
 MAX_DEFAULTS = 8
 MAX_FILES = 50
-"""Files in one list of defaults."""
+"""Maximum number of files in one list of defaults."""
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 SELECTION = re.compile(r"\$\{oc\.select:\s*([\w.]+)\s*(?:,([^${}]*))?\}")
 """OmegaConf's reference to a key that may be missing, and its default."""
 ENVIRONMENT = re.compile(r"\$\{(?:oc\.)?env:(\w+)(?:,([^${}]*))?\}")
-"""OmegaConf's reference to a variable of the environment, and its default."""
+"""OmegaConf's reference to an environment variable, and its default."""
 
 
 def yaml_flags(
     path: Path, name: str, environ: Mapping[str, str] = MappingProxyType({}), root: Path | None = None
 ) -> list[Flag]:
-    """Return every value of a YAML file as a flag with a dotted name, and those of the files that its defaults name.
+    """Return every value of a YAML file and of the files in its defaults as a flag with a dotted name.
 
     Raises SettingsError with the line of an error.
     """
@@ -42,7 +42,7 @@ def yaml_flags(
 
 
 def _values(path: Path, name: str) -> list[Flag]:
-    """Return the values of a YAML file as they stand."""
+    """Return the values of a YAML file without resolving references."""
     import yaml
 
     text = read_text(path, name)
@@ -57,36 +57,36 @@ def _values(path: Path, name: str) -> list[Flag]:
     node = nodes[0] if nodes else None
     if len(nodes) > 1:
         keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
-        purpose = document_purpose(keys) or "holds several documents; give a configuration that is one"
+        purpose = document_purpose(keys) or "holds several documents. Give a configuration that is one"
         raise SettingsError(f"{name}: {purpose}")
     if not isinstance(node, yaml.MappingNode):
-        raise SettingsError(f"{name}: has no keys with values; give a configuration")
+        raise SettingsError(f"{name}: has no keys with values. Give a configuration")
     flags = []
     for flag in _leaves(node, "", name, 0):
         flags.append(flag)
         if len(flags) > MAX_KEYS:
-            raise SettingsError(f"{flag.place}: more than {MAX_KEYS} values; give a configuration")
+            raise SettingsError(f"{flag.place}: more than {MAX_KEYS} values. Give a configuration")
     return flags
 
 
 def _refuse_nesting(text: str, name: str) -> None:
-    """Raise SettingsError for brackets that nest so deeply that the parser of YAML would take minutes."""
+    """Raise SettingsError for brackets nested so deeply that the YAML parser would take minutes."""
     depth = 0
     for position, character in enumerate(text):
         depth += (character in "[{") - (character in "]}")
         if depth > MAX_BRACKETS:
             line = text.count("\n", 0, position) + 1
-            raise SettingsError(f"{name}:{line}: more than {MAX_BRACKETS} brackets inside one another; write it flat")
+            raise SettingsError(f"{name}:{line}: more than {MAX_BRACKETS} brackets inside one another. Write it flat")
 
 
 def _leaves(node: Any, prefix: str, file: str, depth: int) -> Iterator[Flag]:
     import yaml
 
     if depth > MAX_DEPTH:
-        raise SettingsError(f"{file}:{node.start_mark.line + 1}: nested more than {MAX_DEPTH} deep; write it flat")
+        raise SettingsError(f"{file}:{node.start_mark.line + 1}: nested more than {MAX_DEPTH} deep. Write it flat")
     for key, value in _merged(node.value, file):
         if not isinstance(key, yaml.ScalarNode):
-            raise SettingsError(f"{file}:{key.start_mark.line + 1}: this key is not read; write NAME: VALUE")
+            raise SettingsError(f"{file}:{key.start_mark.line + 1}: this key is not read. Write NAME: VALUE")
         place = Place(file, key.start_mark.line + 1)
         name = f"{prefix}{key.value}"
         if isinstance(value, yaml.MappingNode):
@@ -104,7 +104,7 @@ def _leaves(node: Any, prefix: str, file: str, depth: int) -> Iterator[Flag]:
 
 
 def _path_of(node: Any) -> str:
-    """The path of a table of a data set; empty for others."""
+    """The path in a table of a data set, or an empty string for other tables."""
     import yaml
 
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
@@ -114,7 +114,7 @@ def _path_of(node: Any) -> str:
 
 
 def _merged(pairs: Sequence[tuple[Any, Any]], file: str) -> Iterator[tuple[Any, Any]]:
-    """The keys and values of a mapping: those of its own, then those that `<<` takes over from other mappings."""
+    """The keys and values of a mapping: first its own, then the ones that `<<` takes over from other mappings."""
     import yaml
 
     names: set[str] = set()
@@ -131,25 +131,25 @@ def _merged(pairs: Sequence[tuple[Any, Any]], file: str) -> Iterator[tuple[Any, 
                 names.add(name)
                 yield key, value
     mark = pairs[0][0].start_mark
-    raise SettingsError(f"{file}:{mark.line + 1}: << takes over more than {MAX_MERGED} mappings; write it flat")
+    raise SettingsError(f"{file}:{mark.line + 1}: << takes over more than {MAX_MERGED} mappings. Write it flat")
 
 
 KEY = "defaults"
 OWN = "_self_"
-"""The entry of the defaults that stands for the keys of the configuration itself."""
+"""The entry of the defaults that means the configuration's own keys."""
 STOCK = re.compile(r"(\w+_)?(ppo|sft|dapo)(_megatron)?_trainer(_engine)?")
-"""Configurations that come with verl: their values are the defaults of its table."""
+"""Configurations that ship with verl. Their values are the defaults of its table."""
 PACKAGE = re.compile(r"#\s*@package\s+(\S+)")
 HERE = ("_here_", "_global_", "_group_")
 
 
 def _joined(path: Path, name: str, root: Path, depth: int) -> list[Flag]:
-    """Return the unresolved values of a YAML file and its defaults. The later one counts, in Hydra's order.
+    """Return the unresolved values of a YAML file and its defaults. Later ones override earlier ones, as in Hydra.
 
     `root` is the folder whose files may be read. Entries that are not read stay in the flag `defaults`.
     """
     if depth > MAX_DEFAULTS:
-        raise SettingsError(f"{name}: defaults name one another more than {MAX_DEFAULTS} deep; write them flat")
+        raise SettingsError(f"{name}: defaults refer to one another more than {MAX_DEFAULTS} deep. Write them flat")
     own_flags = _values(path, name)
     if not any(is_part_of(flag.name, KEY) for flag in own_flags):
         return own_flags
@@ -180,7 +180,7 @@ def _joined(path: Path, name: str, root: Path, depth: int) -> list[Flag]:
 
 
 def _over(earlier: dict[str, Flag], later: dict[str, Flag]) -> dict[str, Flag]:
-    """Return the flags of both; a later one replaces an earlier one of its name, in its own place."""
+    """Return the flags of both. A later flag replaces an earlier one of the same name, at its position."""
     return {name: flag for name, flag in earlier.items() if name not in later} | later
 
 
@@ -204,12 +204,12 @@ def _entries(path: Path, name: str) -> Iterator[tuple[str, str, int]]:
 
 
 def _prefix(package: str) -> str:
-    """Return the beginning of the names in a package."""
+    """Return the prefix of names in a package."""
     return "" if package in ("", *HERE) else f"{package.strip('/').replace('/', '.')}."
 
 
 def _package(file: Path, name: str, prefix: str) -> str:
-    """Return the beginning of the names in a file, which a comment in its first lines may set."""
+    """Return the prefix of names in a file, which a comment in its first lines may set."""
     head = read_text(file, name)[:500]
     match = PACKAGE.search(head)
     return _prefix(match[1]) if match and match[1] != "_group_" else prefix
@@ -219,7 +219,7 @@ NULL = "it is null"
 
 
 def _scalar(node: Any) -> list[str]:
-    """The text of a scalar; none for null."""
+    """The text of a scalar, or an empty string for null."""
     tag = node.tag.rpartition(":")[2]
     if tag == "null":
         return []
@@ -230,7 +230,7 @@ def _scalar(node: Any) -> list[str]:
 
 def _resolved(flags: list[Flag], environ: Mapping[str, str]) -> list[Flag]:
     """Replace `${key}` and `${.key}` by the value of that key, `${oc.select:KEY,DEFAULT}` by that or the default, and
-    `${oc.env:NAME,DEFAULT}` by the variable's; other resolvers are unknown, and nulls are left out.
+    `${oc.env:NAME,DEFAULT}` by the variable. The results of other resolvers are unknown, and nulls are skipped.
     """
     by_name = {flag.name: flag for flag in flags}
     resolved: dict[str, Field] = {}
@@ -266,12 +266,12 @@ def _resolved(flags: list[Flag], environ: Mapping[str, str]) -> list[Flag]:
 
 
 def _absolute(reference: str, owner: str) -> str:
-    """Return the whole name of a reference; a dot at its start is the table of `owner`, each further one that above."""
+    """Return the full name of a reference. A leading dot is the table of `owner`, each further dot its parent."""
     name = reference.lstrip(".")
     dots = len(reference) - len(name)
     return name if not dots else ".".join([*owner.split(".")[:-dots], name])
 
 
 def variable_value(name: str, environ: Mapping[str, str], default: Any) -> Any:
-    """The value of a variable of the environment; that of a secret is a reference, and never copied into settings."""
+    """The value of an environment variable. A secret becomes a reference, and is never copied into settings."""
     return f"env:{name}" if is_secret_variable(name) else environ.get(name, default)

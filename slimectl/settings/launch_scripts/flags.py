@@ -14,12 +14,12 @@ OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?\Z", re.DOTALL)
 TYPOGRAPHIC = ("\u201c", "\u201d", "\u2018", "\u2019")
 ASSIGNMENT = re.compile(r"(\+\+|\+)?([A-Za-z_][\w./@-]*)=(.*)\Z", re.DOTALL)
 DELETION = re.compile(r"~([A-Za-z_][\w./@-]*)(?:=.*)?\Z", re.DOTALL)
-"""A key that Hydra takes out of the configuration: `~trainer.logger`."""
+"""A key that Hydra removes from the configuration: `~trainer.logger`."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag with its values, as it was written, and the line that it stands in."""
+    """One flag with its values, as it was written, and its line."""
 
     name: str
     spelling: str
@@ -30,7 +30,7 @@ class Flag:
 
     @property
     def problem(self) -> str:
-        """Why the flag cannot be taken as it stands; empty if it can."""
+        """Why the flag cannot be used, or an empty string if it can."""
         return self.condition or next((value.problem for value in self.values if value.problem), "")
 
     @property
@@ -39,9 +39,9 @@ class Flag:
 
     @property
     def text(self) -> str:
-        """The only value. Raises ValueError, with the end of a sentence, unless there is one."""
+        """The only value. Raises ValueError, with the end of a sentence, unless there is exactly one."""
         if len(self.values) != 1:
-            raise ValueError(f"has {len(self.values)} values in place of one")
+            raise ValueError(f"has {len(self.values)} values instead of one")
         return self.values[0].text
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Flag:
 
 
 def _quoted(text: str) -> str:
-    """The text in quotes that it does not contain, if it needs any."""
+    """The text in quotes that do not occur in it, if it needs quotes."""
     if re.fullmatch(r"[\w@%+=:,./{}\[\]$-]+", text):
         return text
     quote = next((quote for quote in "'\"" if quote not in text), "")
@@ -59,7 +59,7 @@ def _quoted(text: str) -> str:
 
 
 def options(fields: Sequence[Field]) -> tuple[list[Flag], list[Field]]:
-    """Divide the words behind a training script into options with their values, and words before all options."""
+    """Split the words after a training script into options with their values, and words before all options."""
     flags: list[Flag] = []
     loose: list[Field] = []
     for field in fields:
@@ -76,7 +76,7 @@ def options(fields: Sequence[Field]) -> tuple[list[Flag], list[Field]]:
 
 
 def expanded(flag: Flag) -> list[Flag]:
-    """An option whose value is a JSON object as an option for each of its keys."""
+    """Split an option whose value is a JSON object into an option for each of its keys."""
     table = _table_of(flag.values[0].text.strip(), flag.values[0]) if len(flag.values) == 1 else None
     if table is None:
         return [flag]
@@ -85,13 +85,13 @@ def expanded(flag: Flag) -> list[Flag]:
 
 
 def _checked(value: Field) -> Field:
-    """The value; one with typographic quotes is not known, as the shell takes them for a part of it."""
+    """The value. A value in typographic quotes is unknown, because the shell treats these as part of it."""
     is_quoted = not value.problem and any(quote in value.text for quote in TYPOGRAPHIC)
     return replace(value, unknown="it has typographic quotes, which the shell does not read") if is_quoted else value
 
 
 def assignments(fields: Sequence[Field]) -> tuple[list[Flag], list[Field]]:
-    """Divide the words behind a script of Hydra into assignments and other words; a deleted key is null."""
+    """Split the words after a Hydra script into assignments and other words. A deleted key is null."""
     flags: list[Flag] = []
     loose: list[Field] = []
     for field in fields:
@@ -112,18 +112,18 @@ def assignments(fields: Sequence[Field]) -> tuple[list[Flag], list[Field]]:
 
 
 def is_part_of(name: str, table: str) -> bool:
-    """Whether a dotted name is that of a table, or of a key below it."""
+    """Whether a dotted name is the name of a table or of a key below it."""
     return name == table or name.startswith(f"{table}.")
 
 
 def _table_of(text: str, field: Field) -> dict[Any, Any] | None:
-    """The table that an assignment's value is, as in `optim={lr: 1e-6}`; None for other values."""
+    """The table in an assignment, as in `optim={lr: 1e-6}`, or None for other values."""
     if field.problem or "${" in text or not text.startswith("{"):
         return None
     import yaml
 
     try:
-        table = yaml.load(text, Loader=yaml.BaseLoader)  # every scalar stays the text that it is
+        table = yaml.load(text, Loader=yaml.BaseLoader)  # every scalar stays a string
     except (yaml.YAMLError, ValueError, RecursionError):
         return None
     return table if isinstance(table, dict) and table else None
@@ -139,7 +139,7 @@ def _members(table: dict[Any, Any], name: str, field: Field) -> Iterator[tuple[s
 
 
 def hydra_values(text: str, field: Field) -> tuple[Field, ...]:
-    """The values of an assignment: those of a list one by one, none for null."""
+    """The values of an assignment: one per element of a list, none for null."""
     import yaml
 
     if field.problem or "${" in text:
@@ -153,7 +153,7 @@ def hydra_values(text: str, field: Field) -> tuple[Field, ...]:
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """The texts of a value of YAML, as a flag would have them."""
+    """The texts of a YAML value, as a flag would have them."""
     if isinstance(value, list):
         for member in value:
             yield from texts_of(member)

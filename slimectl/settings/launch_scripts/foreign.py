@@ -1,4 +1,4 @@
-"""Recognizes files and programs that settings cannot be made from, and says in one line what each is."""
+"""Recognizes files and programs that cannot be converted to settings, and describes each in one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS = "The nearest is algorithm.name = gspo, which takes the ratio of the who
 
 
 def _named(**purposes: tuple[str, str]) -> dict[str, str]:
-    """Return the sentence about each of the names: what it does, and what is nearest."""
+    """Return the sentence about each of the names: what it does, and the nearest algorithm here."""
     table: dict[str, str] = {}
     for key, (purpose, nearest) in purposes.items():
         table.update(dict.fromkeys(key.split("__"), f"{purpose}. {nearest} (docs/algorithms.md)"))
@@ -45,12 +45,12 @@ ALGORITHMS: Mapping[str, str] = _named(
     es=("trains by evolution strategies, without gradients", SAMPLED),
     pt__pretrain__clm=("pretrains on plain text", DEMONSTRATED),
 )
-"""Algorithms without a counterpart, by the name that classes, subcommands and scripts have."""
+"""Algorithms without a counterpart, by the name in classes, subcommands and scripts."""
 OWN = {
     "grpo": "grpo", "asyncgrpo": "grpo", "gmpo": "gmpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "ppo": "ppo",
     "reward": "reward_model", "rewardmodeling": "reward_model", "rm": "reward_model", "gspo": "gspo", "dapo": "dapo",
 }  # fmt: skip
-"""Algorithms that are read, by the name that classes, subcommands and scripts have, without underscores."""
+"""Algorithms that can be read, by the name in classes, subcommands and scripts, without underscores."""
 _ABSENT = {name.replace("_", ""): purpose for name, purpose in ALGORITHMS.items()}
 
 OTHER_STACK = "whose configuration is not read. Give the script of TRL, verl, OpenRLHF, ROLL or slime"
@@ -86,7 +86,7 @@ PROGRAMS: Sequence[tuple[str, str]] = (
     (r"\bconvert_\w*(hf|torch_dist|fp8|int4|nvfp4)\w*\.py\b|\bfp8_cast_bf16\b", WEIGHTS),
     (r"\btrain_es_ray\b", ALGORITHMS["es"]),
 )
-"""Patterns of commands that do not train here, and the sentence about each."""
+"""Patterns of commands that cannot be converted, and the sentence about each."""
 DOCUMENTS: Sequence[tuple[str, str]] = (
     ("compute_environment|distributed_type|fsdp_config machine_rank", "is a configuration of Accelerate and starts "
      "processes. Give the script that trains: slimectl starts its own processes (cluster.actor_num_gpus_per_node)"),
@@ -121,7 +121,7 @@ DOCUMENTS: Sequence[tuple[str, str]] = (
     ("repos", "is a configuration of pre-commit and starts no training"),
     ("site_name nav", "describes pages of documentation and starts no training"),
 )  # fmt: skip
-"""Top-level keys of documents of other kinds: alternatives between bars, each a set of keys that are all there."""
+"""Top-level keys of other kinds of documents: alternatives between bars, each a set of keys that must all exist."""
 SUFFIXES = {
     ".md": "is text, such as a README or a data card. Give the script that it shows",
     ".rst": "is text. Give the script that it shows",
@@ -132,42 +132,42 @@ SUFFIXES = {
     ".csv": "has rows of data. Set rollout.data to it",
     ".safetensors": "has weights. Set model.path to its folder",
 }
-"""Kinds of files that are no launch files, by the end of their names."""
+"""Kinds of files that are not launch files, by suffix."""
 NAMES = {
     "Dockerfile": "builds an image. Give the script that its containers start",
     "Makefile": "has rules of make. Give the command of one of them as a script",
     "requirements.txt": "lists packages and starts no training",
     "Jenkinsfile": "is a pipeline of Jenkins. Give the script that one of its stages starts",
 }
-"""Files of other kinds by their whole name."""
+"""Other kinds of files, by name."""
 LIBRARIES = {
     **dict.fromkeys(("lm_eval", "lighteval"), EVALUATION),
     "llamafactory": LLAMA_FACTORY,
     "swift": SWIFT,
     **{name: f"is of {name}, {OTHER_STACK}" for name in ("torchtune", "axolotl", "lightning", "pytorch_lightning")},
 }
-"""Libraries that say what a Python file without a trainer does."""
+"""Libraries that show what a Python file without a trainer does."""
 GENERAL = (
     f"trains with the Trainer of transformers, which uses the model's own loss. {DEMONSTRATED} (docs/algorithms.md)"
 )
 READ = "Set algorithm.name to the nearest algorithm (docs/algorithms.md), and the rest by hand"
-"""The remedy for a trainer whose name says nothing."""
+"""The remedy for a trainer whose name does not show the algorithm."""
 CALLS = {
     **dict.fromkeys([f"transformers.{name}" for name in ("Trainer", "Seq2SeqTrainer", "TrainingArguments")], GENERAL),
     **dict.fromkeys(("vllm.LLM", "sglang.Engine"), SAMPLING),
     "fastapi.FastAPI": "is a server. Set score.rm_type = remote_rm if it grades responses",
     **dict.fromkeys(("datasets.load_dataset", ".to_json", ".to_parquet", ".save_to_disk", ".to_csv"), PREPARATION),
 }
-"""Calls that say what a Python file without a trainer does, by library and name, or by the name of a method."""
+"""Calls that show what a Python file without a trainer does, by library and name, or by the name of a method."""
 
 
 def absent_algorithm(name: str) -> str:
-    """The sentence about an algorithm without a counterpart, by any spelling of its name; empty for others."""
+    """The sentence about an algorithm without a counterpart, by any spelling of its name, or an empty string."""
     return _ABSENT.get(_plain(name), "")
 
 
 def own_algorithm(name: str) -> str:
-    """The algorithm here of a class, a subcommand or a script; empty for others."""
+    """The algorithm here for a class, a subcommand or a script, or an empty string."""
     return OWN.get(_plain(name), "")
 
 
@@ -176,18 +176,18 @@ def _plain(name: str) -> str:
 
 
 def is_training_class(name: str) -> bool:
-    """Whether a class says by its name what trains, as GRPOConfig and KTOTrainer do."""
+    """Whether the name of a class shows its algorithm, as in GRPOConfig and KTOTrainer."""
     is_class = name.endswith(("Config", "Trainer", "Arguments"))
     return is_class and bool(own_algorithm(name) or absent_algorithm(name))
 
 
 def algorithm_of(name: str) -> str:
-    """The algorithm that a class names, here or elsewhere."""
+    """The algorithm in the name of a class, available here or not."""
     return own_algorithm(name) or _plain(name)
 
 
 def algorithms_in(stem: str) -> tuple[set[str], set[str]]:
-    """Own and absent algorithms that the words of a script's name name: `train_online_dpo` names online_dpo alone."""
+    """Algorithms in the name of a script, available here or not. `train_online_dpo` means online_dpo only."""
     parts = [word for word in re.split(r"[^a-z0-9]+", stem.lower()) if word]
     served: set[str] = set()
     absent: set[str] = set()
@@ -204,7 +204,7 @@ def algorithms_in(stem: str) -> tuple[set[str], set[str]]:
 
 
 def absent_program(name: str, flags: Collection[str] = ()) -> str:
-    """The sentence about a program that is not read, by its path or module; empty for others."""
+    """The sentence about a program that cannot be read, by its path or module, or an empty string."""
     last = re.sub(r"\.py$", "", name.rpartition("/")[2]).rpartition(".")[2]
     if {"stage", "finetuning_type"} <= set(flags) or {"stage", "template"} <= set(flags):
         return command_purpose("llamafactory-cli train")
@@ -217,12 +217,12 @@ def absent_program(name: str, flags: Collection[str] = ()) -> str:
 
 
 def command_purpose(command: str) -> str:
-    """The sentence about a command that does not train here; empty for others."""
+    """The sentence about a command that cannot be converted, or an empty string."""
     return next((purpose for pattern, purpose in PROGRAMS if re.search(pattern, command)), "")
 
 
 def document_purpose(keys: Collection[str]) -> str:
-    """The sentence about a document of another kind, by the keys at its top; empty for others."""
+    """The sentence about a document of another kind, by its top-level keys, or an empty string."""
     present = set(keys)
     for alternatives, purpose in DOCUMENTS:
         if any(present.issuperset(names.split()) for names in alternatives.split("|")):
@@ -231,7 +231,7 @@ def document_purpose(keys: Collection[str]) -> str:
 
 
 def file_purpose(path: Path) -> str:
-    """The sentence about a file of another kind, by the end of its name; empty for others."""
+    """The sentence about a file of another kind, by its suffix, or an empty string."""
     if ".github" in path.parts and "workflows" in path.parts:
         return next(purpose for names, purpose in DOCUMENTS if names.startswith("jobs"))
     if path.name == ".gitlab-ci.yml":
@@ -242,7 +242,7 @@ def file_purpose(path: Path) -> str:
 
 
 def program_purpose(modules: Collection[str], calls: Collection[str]) -> str:
-    """The sentence about a Python file without a trainer, by what it imports and calls; empty for others."""
+    """The sentence about a Python file without a trainer, by its imports and calls, or an empty string."""
     roots = {module.partition(".")[0] for module in modules}
     by_library = next((purpose for name, purpose in LIBRARIES.items() if name in roots), "")
     return by_library or next((purpose for name, purpose in CALLS.items() if name in calls), "")

@@ -33,7 +33,7 @@ from slimectl.settings.launch_scripts.shell_variables import Note
 from slimectl.settings.launch_scripts.shell_words import Place, read_text
 
 STARTS = re.compile(r"\b(?:execute_train|exec_command|os\.system|subprocess\.\w+|exec_command_all_ray_node)\(")
-"""Calls that start a command; a file without one is no launcher."""
+"""Calls that start a command. A file without such a call is not a launcher."""
 RUNNERS = re.compile(
     r"os\.system|subprocess\.(?:run|call|check_call|check_output|Popen)"
     r"|(?:\w*\.)*exec_command(?:_all_ray_node)?"
@@ -42,16 +42,16 @@ CLASSES = ("ExecuteTrainConfig",)
 """Classes of slime whose fields have the defaults below."""
 SWITCHES = {"get_env_enable_infinite_run": "SLIME_TEST_ENABLE_INFINITE_RUN"}
 """Functions of slime that read a switch of the environment."""
-TRACKING = "adds wandb flags if WANDB_API_KEY is set in the environment; set track.with by hand"
+TRACKING = "adds wandb flags if WANDB_API_KEY is set in the environment. Set track.with by hand"
 
 
 def launched(
     path: Path, root: Path, environ: Mapping[str, str], arguments: Sequence[Field] = (), depth: int = 0
 ) -> Script | None:  # fmt: skip
-    """Follow a Python launcher; return the commands that it starts as a script, None if it starts none.
+    """Follow a Python launcher. Return the commands that it starts as a script, or None if it starts none.
 
-    `arguments` are those of the command line; `depth` counts the launchers that started this one. Raises SettingsError
-    with the line of a syntax error.
+    `arguments` are the words of the command line. `depth` counts the launchers that started this one. Raises
+    SettingsError with the line of a syntax error.
     """
     name = str(path)
     text = read_text(path, name)
@@ -72,7 +72,7 @@ def launched(
 
 
 class Launcher(Program):
-    """A program that starts commands; those of slime's functions are known."""
+    """A program that starts commands, including commands that slime's functions start."""
 
     def __init__(self, tree: ast.Module, name: str, environ: Mapping[str, str], options: Sequence[Flag]) -> None:
         super().__init__(tree, name, environ, options)
@@ -81,7 +81,7 @@ class Launcher(Program):
         self.notes: list[Note] = []
 
     def follow_all(self) -> None:
-        """Follow the module, then, if it starts nothing by itself, its functions that start training."""
+        """Follow the module. If it starts nothing itself, follow its functions that start training."""
         starting = [
             node for node in self.tree.body if isinstance(node, ast.FunctionDef) and STARTS.search(ast.unparse(node))
         ]
@@ -124,14 +124,14 @@ class Launcher(Program):
         return defaults[name]
 
     def _train(self, arguments: list[Any], keywords: dict[str, Any], lines: tuple[int, int]) -> None:
-        """Note the command that `execute_train` would start."""
+        """Record the command that `execute_train` would start."""
         flags = arguments[0] if arguments else keywords.get("train_args", Text())
         program = str(plain(keywords.get("train_script", lifted("train.py", lines))))
         start = Text((Piece(f"python3 {program} ", lines),))
         self.commands.append((joined([start, to_text(flags, lines)]), self.condition))
 
     def _start(self, arguments: list[Any], keywords: dict[str, Any], lines: tuple[int, int]) -> None:
-        """Note a command that is given as a text or as a list of words."""
+        """Record a command that is given as a text or as a list of words."""
         command = arguments[0] if arguments else keywords.get("cmd", keywords.get("args", Text()))
         if isinstance(command, list):
             blank = Text((Piece(" ", lines),))
@@ -141,7 +141,7 @@ class Launcher(Program):
 
 
 def _quoted(text: Text) -> Text:
-    """A word of a list, which the shell does not divide."""
+    """A word of a list, which the shell does not split."""
     return Text(
         tuple(piece if piece.unknown else replace(piece, text=shlex.quote(piece.text)) for piece in text.pieces)
     )
@@ -160,7 +160,7 @@ def _add(script: Script, command: Text, source: Sequence[str], name: str) -> Non
 
 
 def _shell_text(script: Script, command: Text, name: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text for the shell, where each piece has a line of its own if possible, and the source lines of each line."""
+    """The text for the shell, with a separate line for each piece if possible, and the source lines of each line."""
     text, spans, quote = "", [(1, 1)], ""
     for piece in command.pieces:
         if not text.rpartition("\n")[2]:
@@ -179,14 +179,14 @@ def _shell_text(script: Script, command: Text, name: str) -> tuple[str, list[tup
 
 
 def _marked(script: Script, piece: Piece, name: str) -> str:
-    """A piece that is not known, with a mark in place of each word."""
+    """An unknown piece, with a placeholder for each word."""
     place = Place(name, piece.lines[0])
     words = re.split(r"(\s+)", piece.text)
     return "".join(script.mark(Field(word, place, piece.unknown)) if word.strip() else word for word in words)
 
 
 def _open_quote(text: str, quote: str) -> str:
-    """The quote that is open behind a text; empty if there is none."""
+    """The quote that is still open after a text, or an empty string."""
     for character in re.sub(r"\\.", "", text):
         if character == quote:
             quote = ""
@@ -196,7 +196,7 @@ def _open_quote(text: str, quote: str) -> str:
 
 
 def _placed(command: Command, spans: Sequence[tuple[int, int]], source: Sequence[str], name: str) -> Command:
-    """The command with the lines of the launcher: a flag has the line that it is written in, its values too."""
+    """The command with the lines of the launcher. A flag and its values have the line that the flag is written in."""
     fields, line = [], spans[0][0]
     for field in command.fields:
         if field.place.file == name and 0 < field.place.line <= len(spans):

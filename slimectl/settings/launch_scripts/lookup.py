@@ -1,4 +1,4 @@
-"""Finds the setting that a flag or key of another stack becomes, by the tables that launch scripts are read with."""
+"""Finds the setting for a flag or key of another stack, in the tables for launch scripts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slimectl.settings.launch_scripts.writing import flag_name, inline
 
 @dataclass(frozen=True)
 class Counterpart:
-    """A flag of another stack: its setting here, or "" without one, and a line that says how its value changes."""
+    """A flag of another stack, its setting here (or ""), and a line that explains how its value changes."""
 
     name: str
     key: str
@@ -24,7 +24,7 @@ class Counterpart:
 
 
 def counterparts(name: str) -> list[Counterpart]:
-    """Return what a name means in each stack that has it; the last part of a dotted name is enough if it is unique.
+    """Return the meaning of a name in each stack that has it. The last part of a dotted name is enough if it is unique.
 
     >>> [(flag.name, flag.key) for flag in counterparts("--use-rollout-routing-replay")]
     [('use_rollout_routing_replay', 'train.use_rollout_routing_replay')]
@@ -34,7 +34,7 @@ def counterparts(name: str) -> list[Counterpart]:
 
 
 def near_names(name: str) -> list[str]:
-    """Return names of other stacks that are similar to one that none has."""
+    """Return similar names of other stacks, for a name that none of them has."""
     names = {flag for dialect in DIALECTS.values() for flag in dialect.rows if not flag.endswith("NAME")}
     return get_close_matches(canonical(name.lstrip("-")), sorted(names), n=1, cutoff=0.8)
 
@@ -44,7 +44,7 @@ def _counterparts(dialect: Dialect, name: str) -> Iterator[Counterpart]:
     if row := dialect.row(exact):
         yield _described(dialect, name, row)
     elif key := _handed_over(dialect, name):
-        yield Counterpart(name, key, f"{dialect.title}: {flag_name(dialect, name)} is {key}, as it stands")
+        yield Counterpart(name, key, f"{dialect.title}: {flag_name(dialect, name)} is {key}, with the same value")
     elif "." not in name:
         ends = [(full, row) for full, row in dialect.rows.items() if full.endswith(f".{name}") and row.key]
         if len({row.key for _, row in ends}) == 1:
@@ -52,7 +52,7 @@ def _counterparts(dialect: Dialect, name: str) -> Iterator[Counterpart]:
 
 
 def _handed_over(dialect: Dialect, name: str) -> str:
-    """Return the setting of a flag that goes to an engine under its own name, such as --sglang-NAME; "" for others."""
+    """Return the setting of a flag that is passed to an engine under its own name, such as --sglang-NAME, or ""."""
     place = Place("", 0)
     conversion = Conversion(dialect)
     dialect.unlisted(conversion, Flag(name, name, (Field("1", place),), place))

@@ -13,7 +13,7 @@ OVERLAP = "gradients are reduced once a step, after all micro-batches"
 
 
 def hand_over(conversion: Conversion, flag: Flag, name: str) -> None:
-    """Convert a field of Megatron's configuration classes, which mostly has the name of its flag."""
+    """Convert a field of Megatron's configuration classes, which usually has the same name as its flag."""
     row = FIELDS.get(name, Row(name, f"megatron.args.{name}", convert=typed))
     take(conversion, flag, row)
 
@@ -93,4 +93,4 @@ SHAPE = (
 FIELDS = {canonical(name): row for row in (*ARGUMENTS, *SHAPE) for name in row.names.split()} | dict.fromkeys(
     ("apply_rope_fusion", "masked_softmax_fusion", "persist_layer_norm", "perform_initialization"), Row("", text=FREE)
 )
-"""Rows by the names that fields of Megatron's configuration classes have."""
+"""Rows by the names of the fields of Megatron's configuration classes."""

@@ -10,18 +10,18 @@ from slimectl.settings.launch_scripts.openrlhf_flags import GROUPS, aliases
 from slimectl.settings.launch_scripts.values import secret
 
 SCRIPTS = {"train_sft": "sft", "train_dpo": "dpo", "train_rm": "reward_model", "train_opd": "opd"}
-"""Programs that train by other algorithms than the flags say."""
+"""Programs whose algorithm is not set by flags."""
 SAMPLING = ("train_ppo_ray", "train_ppo")
-"""Programs whose flags name the algorithm."""
+"""Programs whose flags set the algorithm."""
 RATES = {"sft": 5e-6, "dpo": 1e-5, "reward_model": 9e-6}
 THRESHOLD = "vllm_is_truncated_threshold"
 LEVEL, MODE, GATE = (f"algo.advantage.is_correction_{name}" for name in ("level", "mode", "gating"))
 UNBOUNDED = 1e6
-"""A bound of weights that none reaches."""
+"""A bound that no importance weight reaches."""
 
 
 def settle(conversion: Conversion) -> None:
-    """Join what OpenRLHF decides by several flags together. Raises SettingsError for a program that is not known."""
+    """Set what depends on several of OpenRLHF's flags together. Raises SettingsError for an unknown program."""
     _settle_program(conversion)
     conversion.put("rollout.shuffle", True, "OpenRLHF reads rows in random order")
     _settle_algorithm(conversion)
@@ -38,16 +38,16 @@ def settle(conversion: Conversion) -> None:
 
 
 def _settle_program(conversion: Conversion) -> None:
-    """Refuse a program of OpenRLHF that trains by what this version does not know."""
+    """Reject a program of OpenRLHF whose algorithm is unknown."""
     launcher = conversion.flags.get("launcher")
     program = conversion.text("launcher")
     if launcher and ".cli." in program and stem(program) not in (*SCRIPTS, *SAMPLING):
         names = ", ".join([*SAMPLING, *SCRIPTS])
-        raise SettingsError(f"{launcher.place}: {program} is not known; there are {names} of openrlhf.cli")
+        raise SettingsError(f"{launcher.place}: {program} is not known. Programs of openrlhf.cli that are: {names}")
 
 
 def _settle_algorithm(conversion: Conversion) -> None:
-    """The program names the algorithm, or else the estimator; gspo is the loss of group_norm."""
+    """The program decides the algorithm, or else the estimator. gspo is the loss of group_norm."""
     text = conversion.text
     script = stem(text("launcher"))
     estimator = conversion.converted("advantage_estimator")
@@ -61,7 +61,7 @@ def _settle_algorithm(conversion: Conversion) -> None:
         if estimator == "grpo":
             conversion.put("algorithm.name", "gspo", "policy_loss_type", "advantage_estimator")
         else:
-            reason = "gspo compares siblings, as group_norm does; set algorithm.name by hand"
+            reason = "gspo compares responses within a group, as group_norm does. Set algorithm.name by hand"
             conversion.omit(conversion.flags["policy_loss_type"], reason, by_hand=True)
     if conversion.switch("use_kl_loss"):
         conversion.values.pop("algorithm.kl_coef", None)
@@ -77,7 +77,7 @@ def _settle_algorithm(conversion: Conversion) -> None:
 
 
 def _settle_loss(conversion: Conversion) -> None:
-    """Bounds and sums whose defaults differ by algorithm here."""
+    """Bounds and sums whose defaults depend on the algorithm here."""
     name = conversion.values.get("algorithm.name")
     has_bounds = conversion.put_pair("eps_clip_low_high", "algorithm.eps_clip", "algorithm.eps_clip_high")
     if name == "gspo" and not has_bounds:
@@ -89,7 +89,7 @@ def _settle_loss(conversion: Conversion) -> None:
 
 
 def _settle_correction(conversion: Conversion) -> None:
-    """The correction for engine and trainer that disagree: of tokens, or of whole responses by their geometric mean."""
+    """The mismatch correction between engine and trainer: per token, or per response by the geometric mean."""
     level, kind = conversion.text(LEVEL, "off"), conversion.text("vllm_is_correction_type", "tis")
     is_old = conversion.switch("enable_vllm_is_correction")
     pair = conversion.flags.get(THRESHOLD)
@@ -104,7 +104,7 @@ def _settle_correction(conversion: Conversion) -> None:
         return
     if conversion.text(GATE, "ratio") != "ratio" or len(bounds) != 2:
         conversion.drop(*keys)
-        reason = "the gate is the ratio of probabilities, within two bounds; set algorithm.use_tis or use_rs by hand"
+        reason = "the gate is the ratio of probabilities, within two bounds. Set algorithm.use_tis or use_rs by hand"
         conversion.omit(conversion.flags[GATE if GATE in conversion.flags else THRESHOLD], reason, by_hand=True)
         return
     low, high = bounds
@@ -124,7 +124,7 @@ def _settle_correction(conversion: Conversion) -> None:
 
 
 def _settle_engines(conversion: Conversion) -> None:
-    """Engines have GPUs of their own, unless all models share them."""
+    """Engines have their own GPUs, unless all models share them."""
     engines = conversion.number("vllm_num_engines", 0)
     if engines > 0:
         conversion.put("engine.backend", "vllm", "vllm_num_engines")
@@ -139,11 +139,11 @@ def _settle_engines(conversion: Conversion) -> None:
         conversion.take_back("run.async_level", "has no effect there without --async_train")
     else:
         conversion.take_back("cluster.colocate", "with --async_train engines have GPUs of their own there")
-        conversion.take_back("rollout.partial_rollout", "answers under way at a push of weights go on by themselves")
+        conversion.take_back("rollout.partial_rollout", "responses in progress always continue after a weight push")
 
 
 def _settle_rows(conversion: Conversion) -> None:
-    """Programs that read rows sample nothing, and train for epochs."""
+    """Programs that read rows do not sample, and train for epochs."""
     name = str(conversion.values["algorithm.name"])
     conversion.skip_sampling()
     if "max_len" in conversion.flags:
@@ -161,7 +161,7 @@ def _settle_rows(conversion: Conversion) -> None:
 
 
 def _settle_lengths(conversion: Conversion) -> None:
-    """Dotted flags have one length of prompt and response together."""
+    """Dotted flags have a single limit for prompt and response together."""
     if conversion.values.get("algorithm.name") in ROWS:
         return
     if not any("." in flag.spelling for flag in conversion.flags.values()):
@@ -174,7 +174,7 @@ def _settle_lengths(conversion: Conversion) -> None:
 
 
 def _settle_optimizer(conversion: Conversion) -> None:
-    """Settings of AdamW and its schedule, whose floor is a share of the rate."""
+    """Settings of AdamW and its schedule. Its minimum is a fraction of the learning rate."""
     name = str(conversion.values.get("algorithm.name"))
     if conversion.text("lr_scheduler", "cosine_with_min_lr") == "cosine_with_min_lr":
         default = RATES.get(name, 1e-6)
@@ -204,22 +204,22 @@ def _settle_run(conversion: Conversion) -> None:
 
 
 def _settle_reward(conversion: Conversion) -> None:
-    """A reward comes from a model, a server, or a function in a file, which an agent brings with it."""
+    """A reward comes from a model, a server, a function in a file, or an agent."""
     address = conversion.flags.get("remote_rm_url")
     agent = conversion.flags.get("agent_func_path")
     if agent is not None:
         conversion.values.pop("rollout.custom_generate_function_path", None)
         reason = "brings the reward. Write it as rollout.custom_generate_function_path (docs/agents.md)"
         conversion.omit(agent, reason, first=True)
-        conversion.take_back("score.rm_url", "--agent_func_path goes before it")
-        conversion.take_back("score.rm_options.path", "--agent_func_path goes before it")
+        conversion.take_back("score.rm_url", "--agent_func_path overrides it")
+        conversion.take_back("score.rm_options.path", "--agent_func_path overrides it")
     elif address is not None and "score.rm_url" in conversion.values:
         if conversion.text("remote_rm_url").endswith(".py"):
             conversion.values.pop("score.rm_url")
             conversion.put("score.custom_rm_path", f"{conversion.text('remote_rm_url')}:reward_func", "remote_rm_url")
         else:
             conversion.put("score.rm_type", "remote_rm", "remote_rm_url")
-        conversion.take_back("score.rm_options.path", "--remote_rm_url goes before it")
+        conversion.take_back("score.rm_options.path", "--remote_rm_url overrides it")
     elif "score.rm_options.path" in conversion.values:
         conversion.put("score.rm_type", "reward_model", "reward_pretrain")
 

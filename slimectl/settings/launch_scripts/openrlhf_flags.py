@@ -220,17 +220,17 @@ model: model_name_or_path=pretrain gradient_checkpointing_enable=gradient_checkp
   ipo_enable=ipo aux_loss_coef nll_loss_coef loss_type=loss margin_loss_enable=margin_loss
   compute_fp32_loss_enable=compute_fp32_loss
 """
-"""Names below each table: `NAME` is that flat flag, `NAME=` is TABLE_NAME, and `NAME=FLAT` another one."""
+"""Names below each table. `NAME` is that flat flag, `NAME=` is TABLE_NAME, and `NAME=FLAT` is another flat flag."""
 SINGLE = {
     "min_lr_ratio": "actor.min_lr_ratio", "optim": "actor.optim", "model_name_or_path": "pretrain",
     "ckpt_save_path": "save_path", "vllm_enable_is_correction": "enable_vllm_is_correction",
     "fsdp2_enable_sleep": "deepspeed_enable_sleep", "fsdp.": "ds.",
 }  # fmt: skip
-"""Spellings of single versions. What stands below `fsdp.` stood below `ds.`."""
+"""Spellings of single versions. Names below `fsdp.` used to be below `ds.`."""
 
 
 def aliases() -> dict[str, str]:
-    """Return the name in the table of every other spelling."""
+    """Return the name in the table for every other spelling."""
     spellings: dict[str, str] = {}
     for line in DOTTED.replace("\n ", "").strip().splitlines():
         table, _, names = line.partition(": ")

@@ -1,4 +1,4 @@
-"""Evaluates expressions of a Python file by their syntax: texts with their lines, tables, calls that are known."""
+"""Evaluates expressions of a Python file from their syntax: texts with their lines, tables, and known calls."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from slimectl.settings.launch_scripts.shell_variables import is_secret_variable
 
 MAX_STEPS = 30_000
 SPEC = re.compile(r"[<>^]?[-+ ]?0?\d{0,3},?(?:\.\d{1,2})?[bdeEfFgGnosxX%]?")
-"""Format specifications of a width that a program has."""
+"""Format specifications that only set a width."""
 READABLE = (Unreadable, ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
-"""What evaluating an expression raises where its value is not known."""
+"""Exceptions from evaluating an expression whose value is unknown."""
 
 
 def lines_of(node: ast.expr) -> tuple[int, int]:
@@ -47,7 +47,7 @@ def lines_of(node: ast.expr) -> tuple[int, int]:
 
 
 def size_of(value: Any) -> int:
-    """The steps that a long text, list or table counts for."""
+    """The number of steps that a long text, list or table counts as."""
     characters = sum(len(piece.text) for piece in value.pieces) if isinstance(value, Text) else 0
     return characters >> 8 if characters else len(value) >> 4 if isinstance(value, list | dict) else 0
 
@@ -61,7 +61,7 @@ class Expressions:
     """The names of a program, and the values of its expressions. Statements are in python_program."""
 
     max_loop = MAX_MEMBERS
-    """Members of the longest loop that is followed."""
+    """Maximum number of iterations of a loop that is followed."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ
@@ -70,11 +70,11 @@ class Expressions:
         self._steps = 0
 
     def apply(self, function: Any, call: ast.Call, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        """The result of a call. Raises Unreadable if it is not known."""
+        """The result of a call. Raises Unreadable if it is unknown."""
         raise Unreadable
 
     def attribute(self, owner: Any, name: str) -> Any:
-        """An attribute of a value that is no text, list or table. Raises Unreadable if it is not known."""
+        """An attribute of a value other than a text, list or table. Raises Unreadable if it is unknown."""
         raise Unreadable
 
     def store(self, target: ast.expr, value: Any) -> None:
@@ -88,7 +88,7 @@ class Expressions:
             raise Leave("limit")
 
     def value(self, node: ast.expr) -> Any:
-        """The value of an expression; an Unknown with its source where the file does not tell it."""
+        """The value of an expression, or an Unknown with its source if it cannot be determined from the file."""
         self.count()
         try:
             result = self._evaluated(node)
@@ -135,7 +135,7 @@ class Expressions:
         return self._decided(node)
 
     def _decided(self, node: ast.expr) -> Any:
-        """The value of an expression that conditions decide."""
+        """The value of an expression that depends on conditions."""
         match node:
             case ast.BoolOp(op=operator, values=operands):
                 value = None
@@ -200,7 +200,7 @@ class Expressions:
         return True
 
     def _comprehended(self, loops: Sequence[ast.comprehension]) -> Iterator[None]:
-        """Set the variables of a comprehension in turn."""
+        """Set the variables of a comprehension for each combination."""
         if not loops:
             yield
             return
@@ -225,7 +225,7 @@ class Expressions:
         return owner[key] if isinstance(owner, dict | list) else lifted(plain(owner)[key], lines)
 
     def variable(self, name: str, default: Any) -> Any:
-        """A variable of the environment. Raises Unreadable if it is not set and has no default."""
+        """An environment variable. Raises Unreadable if it is not set and has no default."""
         if name in self.environ:
             return f"env:{name}" if is_secret_variable(name) else self.environ[name]
         if default is None:
@@ -266,7 +266,7 @@ class Expressions:
         return self.apply(function, call, arguments, keywords)
 
     def _method(self, owner: Any, call: ast.Call, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        """The result of a method of a text, a list or a table; some change their owner."""
+        """The result of a method of a text, a list or a table. Some methods change the object."""
         assert isinstance(call.func, ast.Attribute)
         name, lines = call.func.attr, lines_of(call)
         if not isinstance(owner, Text):

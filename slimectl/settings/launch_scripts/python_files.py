@@ -1,4 +1,4 @@
-"""Reads the configurations and trainers of a Python file as flags, by its syntax tree; nothing of it is run."""
+"""Reads the configurations and trainers of a Python file as flags, from its syntax tree. Nothing in it is run."""
 
 from __future__ import annotations
 
@@ -39,33 +39,33 @@ DERIVED = (
     "map", "shuffle", "select", "filter", "train_test_split", "remove_columns", "rename_column", "cast_column", "take",
     "rename_columns", "select_columns", "sort", "shard", "to", "cuda",
 )  # fmt: skip
-"""Methods that leave a data set or a model what it was, in other rows and columns or on another device."""
+"""Methods that return the same data set or model, with other rows and columns or on another device."""
 CHANGES = ("map", "select", "filter", "train_test_split", "rename_column", "rename_columns", "take", "shard")
-"""Those of them that change which rows, columns or values a training reads."""
+"""The subset that changes which rows, columns or values a training reads."""
 ORIGINS: dict[str, tuple[str, ...]] = {
     "load_dataset": ("0", "path"), "load_from_disk": ("0", "dataset_path"),
     "from_pretrained": ("0", "pretrained_model_name_or_path", "model_name"), "get_soft_overlong_punishment": (),
 }  # fmt: skip
-"""Functions whose result is known by an argument, by position or by name."""
+"""Functions whose result is determined by one argument, by position or by name."""
 DATASETS = ("load_dataset", "load_from_disk")
 FORMATS = ("json", "csv", "parquet", "text", "arrow")
-"""First arguments of `load_dataset` that are no data set: the files are another argument."""
+"""First arguments of `load_dataset` that are not data sets. The files are another argument."""
 MODEL_OPTION = "model_name_or_path"
 ADAPTERS = ("LoraConfig", "get_peft_model")
 STACKS = ("openrlhf", "llamafactory", "swift", "verl", "roll", "slime", "axolotl", "nemo_rl")
-OF_STACK = "not of TRL; give the script that starts this program"
+OF_STACK = "not of TRL. Give the script that starts this program"
 POSITIONS = {
     "GRPOTrainer": ("model", "reward_funcs"), "RLOOTrainer": ("model", "reward_funcs"), **dict.fromkeys(ADAPTERS, ()),
 }  # fmt: skip
-"""Arguments by position. The first of any other trainer is the model, of any other configuration the output folder."""
+"""Names of positional arguments. Other trainers start with the model, other configurations with the output folder."""
 
 
 def python_flags(
     path: Path, name: str, environ: Mapping[str, str] = MappingProxyType({}), *, line: int | None = None
 ) -> list[Flag]:
-    """The keyword arguments of the configurations in a Python file as flags; the file is parsed and never run.
+    """The keyword arguments of the configurations in a Python file as flags. The file is parsed and never run.
 
-    `line` picks one of several trainings. Raises SettingsError if there are several, or if the file has none.
+    `line` selects one of several trainings. Raises SettingsError if there are several, or if the file has none.
     """
     program = Trainings(path, name, environ)
     flags = program.flags(line)
@@ -75,9 +75,9 @@ def python_flags(
 
 
 def program_flags(path: Path, name: str, environ: Mapping[str, str], options: Sequence[Flag]) -> list[Flag]:
-    """The flags of a program that is started with options: those that it reads by argparse decide its values.
+    """The flags of a program that is started with options. Options that it reads by argparse determine its values.
 
-    Options that decide no value follow, as they stand.
+    Options that determine no value follow unchanged.
     """
     program = Trainings(path, name, environ, options)
     flags = program.flags(None)
@@ -87,7 +87,7 @@ def program_flags(path: Path, name: str, environ: Mapping[str, str], options: Se
 
 
 def has_trainer(path: Path, name: str) -> bool:
-    """Whether a Python file names a class that trains."""
+    """Whether a Python file uses a class that trains."""
     program = Trainings(path, name, {})
     program.guarded(lambda: program.run(program.tree.body))
     return bool(program.references())
@@ -102,7 +102,7 @@ def _imports(tree: ast.Module) -> dict[str, str]:
 
 
 def _purpose(tree: ast.Module, name: str) -> str:
-    """The sentence about a file without a training class that is read; empty where nothing is known of it."""
+    """The sentence about a file without a known training class, or an empty string if nothing is known about it."""
     modules = _imports(tree)
     calls: dict[str, int] = {}
     for node in ast.walk(tree):
@@ -122,12 +122,12 @@ def _purpose(tree: ast.Module, name: str) -> str:
 
 @dataclass(eq=False)
 class Record:
-    """A configuration or a trainer that a program makes: its class, where, and its arguments with their expressions."""
+    """A configuration or trainer that a program creates: its class, its location, and its arguments as expressions."""
 
     name: str
     """The class of the library with its module."""
     own_name: str
-    """The class as the file calls it."""
+    """The name of the class in the file."""
     node: ast.AST
     result: Instance
     nodes: dict[str, ast.AST]
@@ -143,7 +143,7 @@ class Record:
 
 
 class Trainings(Program):
-    """A program that makes configurations and trainers of TRL."""
+    """A program that creates configurations and trainers of TRL."""
 
     max_loop = 500
 
@@ -164,11 +164,11 @@ class Trainings(Program):
         except RecursionError:
             raise SettingsError(f"{self.name}: is nested too deeply to be read") from None
         if len(flags) > MAX_KEYS:
-            raise SettingsError(f"{self.name}: more than {MAX_KEYS} values; give a configuration")
+            raise SettingsError(f"{self.name}: more than {MAX_KEYS} values. Give a configuration")
         return flags
 
     def _follow_all(self, line: int | None) -> None:
-        """Follow the module, then, if it makes no trainer by itself, its functions that make something."""
+        """Follow the module. If it creates no trainer itself, follow its functions that create something."""
         is_short = self.guarded(lambda: self.run(self.tree.body))
         has_trainer = any(record.kind.endswith("Trainer") for record in self.records.values())
         is_picked = line is None or line in [record.line for record in self.records.values()]
@@ -184,7 +184,7 @@ class Trainings(Program):
             raise self.limit()
 
     def _makes(self, function: ast.AST) -> bool:
-        """Whether a function that was not followed makes a configuration or a trainer."""
+        """Whether a function that was not followed creates a configuration or a trainer."""
         calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and node not in self.records]
         names = [ast.unparse(call.func).rpartition(".")[2] for call in calls]
         return function not in self.followed and any(map(CONFIGURATIONS.match, names))
@@ -255,7 +255,7 @@ class Trainings(Program):
         return super().call_reference(name, call, arguments, keywords)
 
     def _skipped(self, line: int | None) -> list[Record]:
-        """The trainings that were not picked by a line."""
+        """The trainings that `line` did not select."""
         called = [record for record in self.records.values() if record.is_called and is_training_class(record.kind)]
         picked = next((record.kind for record in called if record.line == line), "")
         if line is not None and not picked:
@@ -267,7 +267,7 @@ class Trainings(Program):
         ]  # fmt: skip
 
     def _training(self, skipped: Sequence[Record]) -> Iterator[Flag]:
-        """The class that says what trains. Raises SettingsError if there are several."""
+        """The class that determines the training. Raises SettingsError if there are several."""
         present = [
             record for record in self.records.values() if record not in skipped and is_training_class(record.kind)
         ]
@@ -278,8 +278,8 @@ class Trainings(Program):
         if len(algorithms) > 1 or len(configurations) > 1:
             lines = sorted((record.line, record.kind) for record in records)
             places = ", ".join(dict.fromkeys(f"{kind} in line {number}" for number, kind in lines))
-            remedy = "pick one by --line N" if called else "read a copy that has one"
-            raise SettingsError(f"{self.name}: has several trainings ({places}); {remedy}")
+            remedy = "Pick one by --line N" if called else "Read a copy that has one"
+            raise SettingsError(f"{self.name}: has several trainings ({places}). {remedy}")
         for record in records[:1]:
             place = Place(self.name, record.line)
             yield from self._origin(record, place)
@@ -297,7 +297,7 @@ class Trainings(Program):
             yield Flag("trainer.class", "class", (Field(record.name, place),), place)
 
     def _flags_of(self, record: Record) -> Iterator[Flag]:
-        """The arguments of a configuration; those of nested ones come by themselves."""
+        """The arguments of a configuration. Nested configurations have flags of their own."""
         kind, place = record.kind, Place(self.name, record.line)
         is_adapter, is_trainer = kind in ADAPTERS, kind.endswith("Trainer")
         if is_adapter:
@@ -319,7 +319,7 @@ class Trainings(Program):
                 yield from self._argument(key, f"{name} =", value, node, line)
 
     def _argument(self, name: str, spelling: str, value: Any, node: ast.AST, line: Place) -> Iterator[Flag]:
-        """A value as a flag; a table as a flag for each of its keys."""
+        """A value as a flag, or a table as a flag for each of its keys."""
         if isinstance(value, Instance) and any(record.result is value for record in self.records.values()):
             return
         origin = _origin_of(value)
@@ -341,7 +341,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def reward_fields(program: Program, path: Path, value: Any, node: ast.AST) -> Iterator[Field]:
-    """Reward functions by path, `FILE.py:NAME` or `MODULE:NAME`, and models by name."""
+    """Reward functions by path (`FILE.py:NAME` or `MODULE:NAME`), and models by name."""
     nodes = node.elts if isinstance(node, ast.List | ast.Tuple) else []
     members = value if isinstance(value, list) else [value]
     for number, member in enumerate(members):
@@ -380,7 +380,7 @@ def _move(name: str) -> str:
 
 
 def _trains_on_import(program: Program) -> bool:
-    """Whether a statement at the top of the file makes a trainer or trains."""
+    """Whether a statement at the top of the file creates a trainer or trains."""
     for statement in program.tree.body:
         is_guarded = isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
         if is_guarded or isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
@@ -406,7 +406,7 @@ def _unknown(node: ast.AST) -> Unknown:
 
 
 def _origin_of(value: Any) -> Any:
-    """The path that `load_dataset(PATH)` or `from_pretrained(PATH)` reads; the value itself of others."""
+    """The path that `load_dataset(PATH)` or `from_pretrained(PATH)` reads, or any other value itself."""
     names = ORIGINS.get(value.name.rpartition(".")[2], ()) if isinstance(value, Instance) else ()
     path = next((value.attributes[name] for name in names if name in value.attributes), value)
     return value.attributes.get("data_files", value) if isinstance(path, Text) and str(path) in FORMATS else path

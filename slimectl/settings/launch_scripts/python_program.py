@@ -1,4 +1,4 @@
-"""Follows a Python file by its syntax tree: functions, classes and parsers of arguments. Nothing is executed."""
+"""Follows a Python file by its syntax tree: functions, classes and argument parsers. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from slimectl.settings.launch_scripts.shell_words import read_text
 
 MAX_DEPTH = 30
 FIELDS = re.compile(r"(?:\w+\.)*(?:field|Field|Option|Argument)")
-"""Functions that carry the default of a field or an option."""
+"""Functions that hold the default of a field or an option."""
 CONFIGURATIONS = re.compile(r"\w*(?:Config|Arguments|Trainer)$|get_peft_model$")
 """Classes and functions of libraries whose arguments are settings."""
 PARSERS = ("ArgumentParser", "HfArgumentParser", "TrlParser")
@@ -57,12 +57,12 @@ class Program(Statements):
         names = [(flag.name.replace("-", "_"), flag) for flag in options]
         self.options = {name.removeprefix("no_"): flag for name, flag in names} | dict(names)
         self.used: set[str] = set()
-        """Options that decide a value."""
+        """Options that determine a value."""
         self.followed: set[ast.AST] = set()
         """Functions that the program calls."""
 
     def guarded(self, follow: Callable[[], Any]) -> bool:
-        """Follow a part of the program; return whether that takes few enough steps."""
+        """Follow a part of the program. Return whether it stays within the limit on steps."""
         try:
             follow()
         except Leave as leave:
@@ -76,11 +76,11 @@ class Program(Statements):
         return True
 
     def limit(self) -> SettingsError:
-        """The error of a program that takes too many steps."""
-        return SettingsError(f"{self.name}: takes more than {MAX_STEPS} steps; take out the loop")
+        """The error for a program that needs too many steps."""
+        return SettingsError(f"{self.name}: needs more than {MAX_STEPS} steps. Take out the loop")
 
     def call_reference(self, name: str, call: ast.Call, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        """The result of a function that the file does not define. Raises Unreadable if it is not known."""
+        """The result of a function that the file does not define. Raises Unreadable if it is unknown."""
         if name in ("typer.run", "fire.Fire") and arguments and isinstance(arguments[0], Function):
             return self.follow(arguments[0], [], {})
         if name == "tyro.cli" and arguments and isinstance(arguments[0], ast.ClassDef):
@@ -91,7 +91,7 @@ class Program(Statements):
         raise Unreadable(f"{name}() is known when the program runs")
 
     def call_object(self, owner: Instance, name: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        """The result of a method of a parser of arguments, or of a call of a typer application."""
+        """The result of a method of an argument parser, or of a call of a typer application."""
         if name == "" and owner.name.endswith("Typer"):
             for entry in self.entries:
                 self.follow(entry, [], {})
@@ -125,7 +125,7 @@ class Program(Statements):
             parser.attributes[name] = not switch
 
     def option(self, name: str, kind: str, default: Any) -> Any:
-        """The value of an option that the program is started with, as its type has it; else the default."""
+        """The value of an option that the program is started with, converted to its type, or else the default."""
         if (flag := self.options.get(name)) is None:
             return default
         if flag.problem or len(flag.values) > 1:
@@ -170,7 +170,7 @@ class Program(Statements):
         return self.follow(Function(method, owner), [], {}) if is_property else Function(method, owner)
 
     def follow(self, function: Function, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        """Follow a function of the file; return what it returns."""
+        """Follow a function of the file and return its result."""
         if len(self.frames) >= MAX_DEPTH:
             raise Unreadable("its functions call each other too deeply")
         assert not isinstance(function.node, str)
@@ -214,7 +214,7 @@ class Program(Statements):
         return frame
 
     def parameter(self, parameter: ast.arg, default: ast.expr | None) -> Any:
-        """The value of a parameter that the caller does not give: its default, or an object of its class."""
+        """The value of a parameter that the caller does not pass: its default, or an object of its class."""
         if len(self.frames) < 2 and parameter.arg in self.options:
             return self.option(parameter.arg, ast.unparse(parameter.annotation or ast.Constant("")), None)
         if default is not None:
@@ -225,7 +225,7 @@ class Program(Statements):
         return Unknown(parameter.arg, f"{parameter.arg} is given when the program starts")
 
     def default(self, node: ast.expr) -> Any:
-        """The default of a field or an option: also of `field(default=…)` and `typer.Option(…)`."""
+        """The default of a field or an option, including `field(default=…)` and `typer.Option(…)`."""
         if not isinstance(node, ast.Call) or FIELDS.fullmatch(ast.unparse(node.func)) is None:
             return self.value(node)
         keywords = {word.arg: word.value for word in node.keywords}
@@ -240,7 +240,7 @@ class Program(Statements):
         return self.value(value)
 
     def instance(self, kind: ast.ClassDef, arguments: list[Any], keywords: dict[str, Any]) -> Instance:
-        """An object of a class of the file: its fields with their defaults, then what its methods set."""
+        """An object of a class of the file: its fields with their defaults, then attributes that its methods set."""
         instance, members = Instance(kind), self.members_of(kind)
         names = []
         for node in reversed(members):
@@ -260,7 +260,7 @@ class Program(Statements):
         return instance
 
     def library_class(self, value: Any, name: str) -> str:
-        """The class of a library that a value is or derives from, with its module; `name` for a value of no class."""
+        """The library class that a value has or derives from, with its module. `name` if the value has no class."""
         for _ in range(MAX_DEPTH):
             bases = value.bases if isinstance(value, ast.ClassDef) else []
             bases = [base for base in bases if CONFIGURATIONS.match(ast.unparse(base).rpartition(".")[2])]
@@ -270,7 +270,7 @@ class Program(Statements):
         return value.name if isinstance(value, ast.ClassDef | Reference) else name
 
     def members_of(self, kind: ast.ClassDef | None) -> list[ast.stmt]:
-        """The members of a class, then those of its bases; the first of a name counts."""
+        """The members of a class, then the members of its bases. The first of a name counts."""
         members, kinds = list[ast.stmt](), [kind]
         for current in kinds:
             if isinstance(current, ast.ClassDef) and len(kinds) < MAX_DEPTH:

@@ -1,6 +1,6 @@
 """Follows the statements of a Python file: assignments, conditions and loops. Nothing is executed.
 
-What the file alone does not tell is an Unknown, or an unknown piece of a text.
+Values that the file does not determine are Unknown, or unknown pieces of a text.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Statements(Expressions):
     def __init__(self, environ: Mapping[str, str]) -> None:
         super().__init__(environ)
         self.condition = ""
-        """Why it is unknown whether the program reaches a statement; empty if it does."""
+        """Why it is unknown whether the program reaches a statement, or an empty string if it does."""
         self.entries: list[Function] = []
         """Functions that a command line of typer starts."""
         self.pending: list[list[Any]] = []
-        """Of each function that is followed, values that it returns under a condition which is not known."""
+        """For each function that is followed, the values that it returns under an unknown condition."""
 
     def run(self, body: Sequence[ast.stmt]) -> None:
-        """Follow statements. Raises Leave where they end early."""
+        """Follow statements. Raises Leave if they end early."""
         for statement in body:
             self.count()
             self._step(statement)
@@ -112,7 +112,7 @@ class Statements(Expressions):
                     self._branches([body, []], statement)
 
     def _match(self, statement: ast.Match) -> None:
-        """Follow a match as the conditions that it stands for."""
+        """Follow a match like the equivalent conditions."""
         body: list[ast.stmt] = []
         for case in reversed(statement.cases):
             tests = [_test_of(statement.subject, case.pattern), *([case.guard] if case.guard else [])]
@@ -138,7 +138,7 @@ class Statements(Expressions):
                     break
 
     def _branches(self, bodies: Sequence[Sequence[ast.stmt]], statement: ast.stmt) -> None:
-        """Follow every branch of which one is taken, and keep of each name and object what they agree in."""
+        """Follow every branch of which one is taken. Keep what they agree on for each name and object."""
         if len(bodies) == 1:
             self.run(bodies[0])
             return
@@ -162,7 +162,7 @@ class Statements(Expressions):
             frame[name] = values[0] if all(value is values[0] for value in values) else merged(values, reason)
 
     def _completes(self, body: Sequence[ast.stmt]) -> bool:
-        """Follow a branch; return whether the program goes on behind it."""
+        """Follow a branch. Return whether the program continues after it."""
         try:
             self.run(body)
         except Leave as leave:
@@ -204,7 +204,7 @@ class Statements(Expressions):
 
 
 def _test_of(subject: ast.expr, pattern: ast.pattern) -> ast.expr:
-    """The condition that a pattern stands for; an unknown name for others than constants."""
+    """The condition that is equivalent to a pattern, or an unknown name if the pattern is not constant."""
     match pattern:
         case ast.MatchAs(pattern=None):
             return ast.Constant(True)

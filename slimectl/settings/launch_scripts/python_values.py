@@ -1,4 +1,4 @@
-"""Values of a Python file that is followed: texts with the lines they come from, and what is not known."""
+"""Values of a Python file that is followed: texts with the lines they come from, and unknown values."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 from slimectl.settings.launch_scripts.shell_values import MAX_TEXT
 
 MAX_MEMBERS = 10_000
-"""Members of one list, with those inside it. A program that is followed has fewer."""
+"""Maximum number of members of a list, including nested ones. A program that is followed has fewer."""
 TOO_LONG = "it is too long"
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value that the file alone does not tell: its source, and why."""
+    """A value that cannot be determined from the file: its source, and the reason."""
 
     source: str
     reason: str
@@ -28,7 +28,7 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a text, with the first and last line of its source. `unknown` says why it is not known."""
+    """A part of a text, with the first and last line of its source. `unknown` is the reason if it is unknown."""
 
     text: str
     lines: tuple[int, int]
@@ -49,7 +49,7 @@ class Text:
         return next((piece.unknown for piece in self.pieces if piece.unknown), "")
 
     def stripped(self, left: bool = True, right: bool = True) -> Text:
-        """The text without blanks at its ends; every other piece keeps its lines."""
+        """The text without blanks at its ends. Every other piece keeps its lines."""
         pieces = list(self.pieces)
         for position, strip in ((0, str.lstrip),) * left + ((-1, str.rstrip),) * right:
             while pieces and not pieces[position].unknown:
@@ -69,7 +69,7 @@ class Reference:
 
 @dataclass
 class Instance:
-    """An object with attributes: of a class of the file, or what a call of the library `name` returns."""
+    """An object with attributes, of a class of the file or returned by a call of the library `name`."""
 
     kind: ast.ClassDef | None = None
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -78,9 +78,9 @@ class Instance:
 
 @dataclass(frozen=True)
 class Function:
-    """A function of the file, the object that it is bound to, and the names of the function around it.
+    """A function of the file, the object that it is bound to, and the names of the enclosing function.
 
-    `node` is a name for an attribute of an object of a library.
+    `node` is a name if it is an attribute of a library object.
     """
 
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | str
@@ -89,11 +89,11 @@ class Function:
 
 
 class Unreadable(Exception):
-    """An expression whose value is not known; the message says why."""
+    """An expression whose value is unknown. The message is the reason."""
 
 
 def joined(texts: Iterable[Text]) -> Text:
-    """One text of several. Raises Unreadable if it is too long."""
+    """Join several texts. Raises Unreadable if the result is too long."""
     text = Text(tuple(piece for part in texts for piece in part.pieces))
     if len(text.pieces) > MAX_MEMBERS or sum(len(piece.text) for piece in text.pieces) > MAX_TEXT:
         raise Unreadable(TOO_LONG)
@@ -108,7 +108,7 @@ def bounded(members: list[Any]) -> list[Any]:
 
 
 def to_text(value: Any, lines: tuple[int, int]) -> Text:
-    """The text that an f-string makes of a value."""
+    """The text of a value in an f-string."""
     if isinstance(value, Text):
         return value
     if isinstance(value, Unknown):
@@ -119,7 +119,7 @@ def to_text(value: Any, lines: tuple[int, int]) -> Text:
 
 
 def plain(value: Any, members: Iterator[int] | None = None) -> Any:
-    """The Python value of what is known. Raises Unreadable for anything else, and for more than MAX_MEMBERS members."""
+    """The Python value of a known value. Raises Unreadable for anything else, and for more than MAX_MEMBERS members."""
     members = members or count()
     if next(members) > MAX_MEMBERS:
         raise Unreadable(TOO_LONG)
@@ -137,7 +137,7 @@ def plain(value: Any, members: Iterator[int] | None = None) -> Any:
 
 
 def lifted(value: Any, lines: tuple[int, int]) -> Any:
-    """A Python value as the interpreter holds it: strings as texts."""
+    """A Python value in the interpreter's form: strings as texts."""
     if isinstance(value, str):
         return Text((Piece(value, lines),))
     if isinstance(value, list | tuple):
@@ -148,7 +148,7 @@ def lifted(value: Any, lines: tuple[int, int]) -> Any:
 
 
 def truth(value: Any) -> bool | None:
-    """Whether a value counts as true; None if that is not known."""
+    """Whether a value counts as true, or None if that is unknown."""
     if isinstance(value, Text):
         is_filled = any(piece.text and not piece.unknown for piece in value.pieces)
         return True if is_filled else None if value.unknown else False
@@ -158,7 +158,7 @@ def truth(value: Any) -> bool | None:
 
 
 def copied(value: list[Any] | dict[Any, Any] | Instance) -> Any:
-    """A copy of a list, a table or an object; what it contains stays the same."""
+    """A copy of a list, a table or an object. Its contents are not copied."""
     return replace(value, attributes=dict(value.attributes)) if isinstance(value, Instance) else value.copy()
 
 
@@ -175,7 +175,7 @@ def changeable(values: Iterable[Any]) -> list[Any]:
 
 
 def restore(target: Any, content: Any) -> None:
-    """Give a list, a table or an object the content of another of its kind."""
+    """Give a list, a table or an object the contents of another of the same kind."""
     if isinstance(target, list):
         target[:] = content
     elif isinstance(target, dict):
@@ -186,7 +186,7 @@ def restore(target: Any, content: Any) -> None:
 
 
 def merged(values: Sequence[Any], reason: str) -> Any:
-    """A value after branches of which the taken one is unknown: what they share, and the remainder as unknown."""
+    """A value after branches, if it is unknown which one is taken: the shared part, and the rest as unknown."""
     first = values[0]
     if all(value == first for value in values):
         return first
@@ -208,7 +208,7 @@ def merged(values: Sequence[Any], reason: str) -> Any:
 
 
 def _members(branches: Sequence[Sequence[Any]], uncertain: Callable[[Any], Any]) -> list[Any]:
-    """The members that all branches begin with, then those of each branch, made uncertain."""
+    """The members that all branches begin with, then the members of each branch, made uncertain."""
     shared = 0
     shortest = min(map(len, branches))
     while shared < shortest and all(branch[shared] == branches[0][shared] for branch in branches):
@@ -218,7 +218,7 @@ def _members(branches: Sequence[Sequence[Any]], uncertain: Callable[[Any], Any])
 
 
 def calculated(first: Any, operation: ast.operator, second: Any) -> Any:
-    """The result of an operator. Raises Unreadable where it is not known or not read."""
+    """The result of an operator. Raises Unreadable if it is unknown or not supported."""
     is_sum = isinstance(operation, ast.Add)
     if is_sum and Text in (type(first), type(second)) and all(isinstance(x, Text | Unknown) for x in (first, second)):
         pieces = (first if isinstance(first, Text) else second).pieces
@@ -274,9 +274,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "os.path.join": posixpath.join, "os.path.basename": posixpath.basename, "os.path.dirname": posixpath.dirname,
     "os.path.normpath": posixpath.normpath, "Path": posixpath.join, "pathlib.Path": posixpath.join,
 }  # fmt: skip
-"""Functions whose result follows from their arguments."""
+"""Functions whose result depends only on their arguments."""
 
 
 def spread(table: Any) -> dict[Any, Any]:
-    """The members that `**table` stands for; of one that is unknown a single member `**`."""
+    """The members of `**table`, or a single member `**` if the table is unknown."""
     return dict(table) if isinstance(table, dict | tuple) else {"**": table}

@@ -1,4 +1,4 @@
-"""Recognizes the kind of a file, finds its training command, and converts that to settings."""
+"""Recognizes the kind of a file, finds its training command, and converts it to settings."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (SLIME, VER
 PROGRAM = re.compile(r"[\w./~${}-]*\.py")
 MODULE = re.compile(r"\w+(\.\w+)+")
 OF_LAUNCHERS = ("config_file", "num_processes", "num_machines", "nproc_per_node", "nnodes", "num_gpus")
-"""Flags of `accelerate launch` and `torchrun` that say how many processes train."""
+"""Flags of `accelerate launch` and `torchrun` that set the number of training processes."""
 NAMES_OF_FILES = ("config", "config_path", "config_name", "config_dir")
-"""Flags that name the file of a configuration, or its folder."""
+"""Flags that give the file of a configuration, or its folder."""
 YAML = (".yaml", ".yml")
 IDLE = ("--cfg", "--help")
-"""Options with which a program prints something in place of training."""
+"""Options with which a program prints something instead of training."""
 TELLING_KEYS = {
     "model_name_or_path", "dataset_name", "datasets", "dataset_mixer", "output_dir", "per_device_train_batch_size",
     "num_generations", "reward_funcs", "reward_model_path", "use_vllm", "learning_rate",
 }  # fmt: skip
-"""Keys of which a recipe of TRL has one; the others are also in files of other kinds."""
+"""A recipe of TRL has at least one of these keys. The others also occur in other kinds of files."""
 ROOTS = {
     "verl": ("trainer.", "actor_rollout_ref.", "async_training."),
     "roll": ("pretrain", "actor_", "student_", "sft_"),
 }
-"""Beginnings of keys of which a whole configuration has one; a part of one has none."""
+"""A whole configuration has a key with one of these prefixes. A part of one has none."""
 FEWEST_FLAGS = 3
-"""Known flags from which a command, or a document, counts as one of training."""
+"""Number of known flags from which a command or a document counts as training."""
 
 
 ANY = ""
-"""Stands for every value of a switch that is on."""
+"""Matches every value of a switch that is on."""
 ALGORITHMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "slime": {"opd_type": ("self", "sdft")},
     "roll": {"opsd_mode": (ANY, "sdft")},
@@ -65,7 +65,7 @@ VERL_PROGRAMS = re.compile(
     r"verl|((.*/)?verl[./])?(trainer|experimental)[./].*|(.*[./])?recipe[./](dapo|\w+_policy)[./].*|"
     r"(main|\w*sft)_\w+\.py"
 )
-"""Programs of verl whose flags say all that they do. Others bring an agent or a loss of their own."""
+"""Programs of verl that are fully described by their flags. Others have their own agent or loss."""
 
 
 def refuse_other_algorithms(conversion: Conversion) -> None:
@@ -77,10 +77,10 @@ def refuse_other_algorithms(conversion: Conversion) -> None:
 
 
 def ask_for_program(conversion: Conversion) -> None:
-    """List the program first if it is not one of verl."""
+    """List the program first if it does not belong to verl."""
     launcher = conversion.flags.get("launcher") if conversion.dialect is VERL else None
     if launcher and not VERL_PROGRAMS.fullmatch(launcher.texts[0]):
-        reason = "is no program of verl and is not read. Set what it changes by hand: reward, rollout, loss"
+        reason = "is not a program of verl and is not read. Set what it changes by hand: reward, rollout, loss"
         item = Omission(launcher.texts[0], str(launcher.place), reason, by_hand=True, first=True)
         conversion.omissions.insert(0, item)
 
@@ -94,12 +94,12 @@ class Launch:
     num_known: int
     launcher: Flag | None = None
     condition: str = ""
-    """Why it is unknown whether the script starts it; empty if it does."""
+    """Why it is unknown whether the script starts it, or an empty string if it does."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A file as settings, with what was not followed in it."""
+    """A file as settings, with notes about what was not followed."""
 
     conversion: Conversion
     notes: list[Note]
@@ -109,16 +109,16 @@ def read(
     path: Path, *, stack: str | None = None, root: Path | None = None, line: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Reading:  # fmt: skip
-    """Read a launch script, a YAML file or a Python file; execute nothing.
+    """Read a launch script, a YAML file or a Python file. Nothing is executed.
 
-    `stack` names the dialect, `root` the folder whose files may be read, `line` the training command among several.
+    `stack` is the dialect, `root` the folder whose files may be read, `line` selects one of several training commands.
     Raises SettingsError with file and line.
     """
     if stack is not None and stack not in DIALECTS:
         raise SettingsError(f"--from {stack}: give {', '.join(DIALECTS)}")
     dialects = [DIALECTS[stack]] if stack else list(DIALECTS.values())
     if not path.exists():
-        raise SettingsError(f"{path}: no such file; give a launch script, a YAML file or a Python file")
+        raise SettingsError(f"{path}: no such file. Give a launch script, a YAML file or a Python file")
     if purpose := foreign.file_purpose(path):
         raise SettingsError(f"{path}: {purpose}")
     folder = root or path.parent
@@ -142,7 +142,7 @@ def read(
 
 
 def _script(path: Path, root: Path, environ: Mapping[str, str], dialects: Sequence[Dialect]) -> Script | None:
-    """The commands of a shell script or a Python launcher; None for a Python file that starts no training."""
+    """The commands of a shell script or a Python launcher, or None for a Python file that starts no training."""
     if path.suffix != ".py":
         script = Script(path, root, environ)
         script.launched = launched
@@ -154,13 +154,13 @@ def _script(path: Path, root: Path, environ: Mapping[str, str], dialects: Sequen
 
 
 def _absence(launch: Launch) -> str:
-    """The sentence about a program without a counterpart; empty for one that is read."""
+    """The sentence about a program without a counterpart, or an empty string for one that is read."""
     program = launch.launcher.texts[0] if launch.launcher else ""
     return foreign.absent_program(program, {canonical(flag.name) for flag in launch.flags}) if program else ""
 
 
 def _check_program(launch: Launch) -> None:
-    """Raise SettingsError if nothing here does what a command, or the class of a configuration, does."""
+    """Raise SettingsError if a command, or the class of a configuration, has no counterpart here."""
     if (purpose := _absence(launch)) and launch.launcher:
         raise SettingsError(f"{launch.launcher.place}: {launch.launcher.texts[0]} {purpose}")
     for flag in launch.flags:
@@ -170,12 +170,12 @@ def _check_program(launch: Launch) -> None:
 
 
 def _known(dialect: Dialect, flags: Sequence[Flag]) -> int:
-    """The number of flags that a dialect's table has, its model's shape aside."""
+    """The number of flags that are in a dialect's table, not counting the model's shape."""
     return sum(dialect.knows(canonical(flag.name)) for flag in flags)
 
 
 def _document(path: Path, flags: list[Flag], dialects: Sequence[Dialect], stack: str | None) -> Launch:
-    """The dialect of a document: the one that knows most of its keys. Raises SettingsError for other documents."""
+    """The dialect of a document, which is the one with most of its keys. Raises SettingsError for other documents."""
     names = {name for flag in flags for name in (flag.name, flag.name.partition(".")[0])}
     if path.suffix != ".py" and (purpose := foreign.document_purpose(names)):
         raise SettingsError(f"{path}: {purpose}")
@@ -189,18 +189,18 @@ def _document(path: Path, flags: list[Flag], dialects: Sequence[Dialect], stack:
     if has_keys and path.suffix != ".py" and not any(name.startswith(roots) for name in names):
         raise SettingsError(f"{path}: is a part of a configuration. {foreign.WHOLE}")
     if path.suffix == ".py" and not is_named and (best.dialect.name in ("trl", "slime") or not has_keys):
-        raise SettingsError(
-            f"{path}: names no trainer, such as GRPOTrainer or GRPOConfig; give the program that trains"
-        )
+        raise SettingsError(f"{path}: has no trainer such as GRPOTrainer or GRPOConfig. Give the program that trains")
     if not has_keys and not is_named:
-        raise SettingsError(f"{path}: has no keys of {' or '.join(item.title for item in dialects)}; name it by --from")
+        raise SettingsError(
+            f"{path}: has no keys of {' or '.join(item.title for item in dialects)}. Give one with --from"
+        )
     return best
 
 
 def _training_command(
     path: Path, script: Script, dialects: Sequence[Dialect], stack: str | None, line: int | None
 ) -> Launch:
-    """The one command of a script that trains. Raises SettingsError if there is none, or more than one."""
+    """The single training command of a script. Raises SettingsError if there is none, or more than one."""
     launches: dict[str, Launch] = {}
     for command in script.commands:
         if (line is not None and command.place.line != line) or any(field.text in IDLE for field in command.fields):
@@ -219,7 +219,7 @@ def _training_command(
         unread = "".join(f"; {note.place}: {note.text}" for note in [*script.notes, *script.unread][:1])
         if line is not None:
             raise SettingsError(f"{path}:{line}: starts no training of {names}. Leave --line out, or give another line")
-        raise SettingsError(f"{path}: no training command of {names}; give the script that starts the training{unread}")
+        raise SettingsError(f"{path}: no training command of {names}. Give the script that starts the training{unread}")
     present = [launch for launch in launches.values() if not _absence(launch)] or list(launches.values())
     highest = max(launch.num_known for launch in present)
     main = [launch for launch in present if launch.num_known * 2 >= highest]
@@ -227,14 +227,14 @@ def _training_command(
         places = [launch.launcher.place.line for launch in main if launch.launcher]
         lines = ", ".join(map(str, places))
         if len(set(places)) == 1:
-            problem = f"is started {len(main)} times with other flags; read a copy that starts it once"
+            problem = f"is started {len(main)} times with other flags. Read a copy that starts it once"
             raise SettingsError(f"{path}:{places[0]}: {problem}")
-        raise SettingsError(f"{path}: has {len(main)} training commands (lines {lines}); pick one by --line N")
+        raise SettingsError(f"{path}: has {len(main)} training commands (lines {lines}). Pick one by --line N")
     return main[0]
 
 
 def _bare_program(path: Path, script: Script, dialects: Sequence[Dialect], line: int | None) -> Launch | None:
-    """A command whose program lies there and has a trainer of TRL; its options are few, or none."""
+    """A command whose program is in the folder and has a trainer of TRL. It has few options, or none."""
     trl = next((dialect for dialect in dialects if dialect.name == "trl"), None)
     for command in script.commands if trl else []:
         launch = _launch(command, trl) if line in (None, command.place.line) and trl else None
@@ -246,7 +246,7 @@ def _bare_program(path: Path, script: Script, dialects: Sequence[Dialect], line:
 
 
 def _refuse_foreign(script: Script) -> None:
-    """Raise SettingsError if a command of a script does something that is known by name."""
+    """Raise SettingsError if a command of a script has a known purpose other than training."""
     for command in script.commands:
         shown = " ".join(field.text for field in command.fields)
         texts = [field.text for field in command.fields]
@@ -256,7 +256,7 @@ def _refuse_foreign(script: Script) -> None:
 
 
 def _launch(command: Command, dialect: Dialect) -> Launch | None:
-    """A command as a dialect reads it: the words behind its program are flags."""
+    """A command as a dialect reads it: the words after its program are flags."""
     position = _program(command.fields, dialect)
     if position is None:
         return None
@@ -278,7 +278,7 @@ def _launch(command: Command, dialect: Dialect) -> Launch | None:
 
 
 def _program(fields: Sequence[Field], dialect: Dialect) -> int | None:
-    """The position of the word that names the training program, if the command is one of Python."""
+    """The position of the training program in a command, if it is a Python command."""
     for position, field in enumerate(fields):
         before = fields[position - 1].text if position else ""
         if "convert" in field.text and PROGRAM.fullmatch(field.text):
@@ -298,7 +298,7 @@ def _program(fields: Sequence[Field], dialect: Dialect) -> int | None:
 def _with_configuration(
     launch: Launch, path: Path, root: Path, notes: list[Note], environ: Mapping[str, str]
 ) -> Launch:
-    """Add the flags of a YAML file that the command names, before those of the command itself."""
+    """Add the flags of a YAML file that the command gives, before the command's own flags."""
     loose = launch.launcher.values[1:] if launch.launcher else ()
     config_flags = options(loose)[0] if launch.dialect.form == "hydra" else ()
     named = {canonical(flag.name): flag for flag in (*launch.flags, *config_flags)}
@@ -339,7 +339,7 @@ def _with_program(launch: Launch, path: Path, root: Path, environ: Mapping[str, 
 
 
 def _document_of(file: str, path: Path, root: Path) -> Path | None:
-    """The file of a name, below the script's folder or one above it; of a whole path its last parts may be there."""
+    """The file with a name, below the script's folder or a parent. For a full path, its last parts are tried there."""
     parts = Path(os.path.normpath(file)).parts
     tails = [Path(*parts[start:]) for start in range(1 if parts[0] == "/" else 0, len(parts))]
     folders = [path.parent, Path(), *path.resolve().parents]
@@ -350,7 +350,7 @@ def _document_of(file: str, path: Path, root: Path) -> Path | None:
 def _with_processes(
     launch: Launch, named: Mapping[str, Flag], path: Path, root: Path, environ: Mapping[str, str]
 ) -> Launch:
-    """Add the number of processes that a configuration of `accelerate launch --config_file` has."""
+    """Add the number of processes in a configuration of `accelerate launch --config_file`."""
     file = _known_text(named.get("config_file"))
     document = _document_of(file, path, root) if launch.dialect.name == "trl" and file else None
     if document is None:

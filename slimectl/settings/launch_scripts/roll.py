@@ -17,7 +17,7 @@ WHITENING = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 def unlisted(conversion: Conversion, flag: Flag) -> None:
-    """Hand arguments of engines, Megatron and trackers over; list any other key."""
+    """Pass on arguments of engines, Megatron and trackers. List any other key."""
     name = flag.name
     fields = f"{TRAIN}strategy_args.strategy_config."
     if name.startswith(fields) and "." not in (leaf := name.removeprefix(fields).removeprefix("additional_configs.")):
@@ -36,7 +36,7 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
     elif prefix and prefixes[prefix] and "." not in leaf:
         take(conversion, flag, Row(name, f"{prefixes[prefix]}{leaf}", convert=typed))
     elif prefix and prefixes[prefix]:
-        conversion.omit(flag, f"it is in a table; give that as JSON text in [{prefixes[prefix].rstrip('.')}]")
+        conversion.omit(flag, f"it is in a table. Give that as JSON text in [{prefixes[prefix].rstrip('.')}]")
     elif name.startswith(("rewards.", "reward.", "reference.", "critic.", "system_envs.")):
         conversion.omit(flag, LAYOUT)
     else:
@@ -44,17 +44,17 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
 
 
 def _take_field(conversion: Conversion, flag: Flag, leaf: str) -> None:
-    """Convert a key of the trainer's strategy, which is a field of Megatron's where Megatron trains."""
+    """Convert a key of the trainer's strategy, which is a field of Megatron if Megatron trains."""
     if conversion.text(f"{TRAIN}strategy_args.strategy_name") != "megatron_train":
         conversion.omit(flag, "training is sharded by train.backend, not by DeepSpeed")
     elif leaf in ("bf16", "save_only_model", "is_lora_optimizer_offload"):
-        conversion.omit(flag, "train.dtype is the precision, and a checkpoint has all that a run needs to go on")
+        conversion.omit(flag, "train.dtype is the precision, and a checkpoint has all that a run needs to resume")
     else:
         hand_over(conversion, flag, leaf)
 
 
 def pipeline(conversion: Conversion) -> str:
-    """The pipeline that a configuration is of: rlvr, agentic, sft, dpo or opd."""
+    """The pipeline of a configuration: rlvr, agentic, sft, dpo or opd."""
     spellings = [flag.spelling for flag in conversion.flags.values()]
     if any(spelling.startswith("student_train") for spelling in spellings):
         return "opd"
@@ -66,7 +66,7 @@ def pipeline(conversion: Conversion) -> str:
 
 
 def settle(conversion: Conversion) -> None:
-    """Join what ROLL decides by several keys together. Raises SettingsError for a pipeline without a counterpart."""
+    """Set what depends on several of ROLL's keys. Raises SettingsError for a pipeline without a counterpart."""
     for name in ("student_pretrain", "teacher_pretrain"):
         if flag := conversion.flags.get(name):
             raise SettingsError(f"{flag.place}: {name} has no counterpart: it {FILES} (docs/algorithms.md)")
@@ -121,7 +121,7 @@ def _settle_rows(conversion: Conversion, kind: str) -> None:
 
 
 def _settle_algorithm(conversion: Conversion, kind: str) -> None:
-    """The estimator names the algorithm, unless the loss does; the normalization of rewards decides its baseline."""
+    """The estimator sets the algorithm, unless the loss does. The normalization of rewards sets its baseline."""
     if kind == "opd":
         conversion.put("algorithm.name", "opd", "student_train learns from the teacher")
         return
@@ -143,8 +143,8 @@ def _settle_algorithm(conversion: Conversion, kind: str) -> None:
             conversion.put("algorithm.name", "reinforce_plus_plus_baseline", "norm_mean_type", "adv_estimator")
     name = conversion.values.get("algorithm.name")
     if name in WHITENING and not conversion.switch("whiten_advantages"):
-        conversion.take_back("algorithm.normalize_advantages", f"{name} whitens advantages always")
-        reason = f"advantages are not whitened there, and {name} whitens them always; set algorithm.name by hand"
+        conversion.take_back("algorithm.normalize_advantages", f"{name} always whitens advantages")
+        reason = f"advantages are not whitened there, and {name} always whitens them. Set algorithm.name by hand"
         if flag:
             conversion.omit(flag, reason, by_hand=True)
 
@@ -167,7 +167,7 @@ NOTES = {
 
 
 def settle_reward(conversion: Conversion) -> None:
-    """Set the verifier of every domain; one without a counterpart is listed first."""
+    """Set the verifier of every domain. A domain without a counterpart is listed first."""
     domains = dict.fromkeys(name.split(".")[1] for name in conversion.flags if name.startswith("rewards."))
     types: dict[str, str] = {}
     sources: list[str] = []
@@ -197,7 +197,7 @@ def settle_reward(conversion: Conversion) -> None:
 
 
 def _settle_normalization(conversion: Conversion) -> None:
-    """Episodes are compared with those of their group where ROLL says so; other comparisons are left to the user."""
+    """Compare episodes within their group if ROLL does. Other comparisons are left to the user."""
     grouping = conversion.text("reward_normalization.grouping", "state")
     method = conversion.text("reward_normalization.method", "identity")
     names = [name for item in ("grouping", "method") if (name := f"reward_normalization.{item}") in conversion.flags]
@@ -209,11 +209,11 @@ def _settle_normalization(conversion: Conversion) -> None:
     elif conversion.values.get("algorithm.name") == "grpo" or (method, grouping) != ("identity", "state"):
         flag = conversion.flags[names[-1] if names else "adv_estimator"]
         reason = f"rewards are normalized by {grouping} with {method} there; grpo compares the episodes of one start"
-        conversion.omit(flag, f"{reason}; set algorithm.name by hand", by_hand=True)
+        conversion.omit(flag, f"{reason}. Set algorithm.name by hand", by_hand=True)
 
 
 def _settle_loss(conversion: Conversion) -> None:
-    """Divergences are on by switches there, and bounds are read by others."""
+    """In ROLL, switches turn divergences on, and other keys read the bounds."""
     for switch, coefficient, key, default in (
         ("use_kl_loss", "kl_loss_coef", "algorithm.kl_loss_coef", "0"),
         ("add_token_level_kl", "init_kl_coef", "algorithm.kl_coef", "0.2"),
@@ -241,7 +241,7 @@ def _settle_loss(conversion: Conversion) -> None:
 
 
 def _settle_prompts(conversion: Conversion) -> None:
-    """Prompts are chats of a file; their lengths decide that of a response, whatever its engine's arguments say."""
+    """Prompts are chats of a file. Their lengths limit the response, whatever the engine's arguments are."""
     count = "num_return_sequences_in_group"
     if count in conversion.flags or f"{INFER}generating_args.num_return_sequences" in conversion.flags:
         conversion.put_known("rollout.n_samples_per_prompt", conversion.number(count, 1), count)
@@ -257,7 +257,7 @@ def _settle_prompts(conversion: Conversion) -> None:
 
 
 def _settle_environment(conversion: Conversion) -> None:
-    """Episodes of environments: those of one start are a group, and a round counts them."""
+    """Episodes of environments. The episodes of one start are a group, and a round counts episodes."""
     size = conversion.number("train_env_manager.group_size", 1)
     episodes = conversion.number("rollout_batch_size", 128)
     group, rows = "train_env_manager.group_size", "rollout_batch_size"
@@ -271,7 +271,7 @@ def _settle_environment(conversion: Conversion) -> None:
     kinds = [conversion.text(f"{table}{tag}.env_type") for tag in (tags.texts if tags else [])
              for table in ("custom_envs.", "custom_env.") if f"{table}{tag}.env_type" in conversion.flags]  # fmt: skip
     named = ", ".join(dict.fromkeys([*(tags.texts if tags else []), *kinds])) or "those of custom_envs"
-    conversion.ask_for("rollout.env", f"the environments of the file are {named}; name one of docs/environments.md")
+    conversion.ask_for("rollout.env", f"the environments of the file are {named}. Choose one of docs/environments.md")
 
 
 def _mapping(conversion: Conversion, name: str) -> list[int]:
@@ -283,14 +283,14 @@ def _mapping(conversion: Conversion, name: str) -> list[int]:
 
 
 def _settle_sizes(conversion: Conversion) -> None:
-    """Steps have data-parallel ranks x per_device_train_batch_size x gradient_accumulation_steps samples there."""
+    """Steps have data-parallel ranks x per_device_train_batch_size x gradient_accumulation_steps samples in ROLL."""
     names = [f"{TRAIN}training_args.{name}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
     mapping = f"{TRAIN}device_mapping"
     if "train_batch_size" in conversion.flags:
         return
     if conversion.is_unknown(*names) or not (ranks := len(_mapping(conversion, mapping))):
         conversion.values.pop("train.global_batch_size", None)
-        reason = "ranks x per_device_train_batch_size x gradient_accumulation_steps, which the file does not tell"
+        reason = "ranks x per_device_train_batch_size x gradient_accumulation_steps, which is not in the file"
         conversion.ask_for("train.global_batch_size", reason, first=False)
         return
     for size in (f"{TRAIN}strategy_args.strategy_config.{size}" for size in SIZES[:3]):
@@ -314,6 +314,6 @@ def _settle_devices(conversion: Conversion) -> None:
 
 
 ROLES = {"sft_train.": TRAIN, "student_train.": TRAIN, "student_infer.": INFER}
-"""Workers of other pipelines, by those of reinforcement learning."""
+"""Workers of other pipelines, by the matching workers of reinforcement learning."""
 PROGRAMS = r"start_\w*pipeline"
 ROLL = Dialect("roll", "ROLL", GROUPS, settle, unlisted, form="hydra", programs=PROGRAMS, aliases=ROLES)

@@ -1,4 +1,4 @@
-"""The table of ROLL's keys, as its YAML files have them, with the setting that each becomes."""
+"""The table of ROLL's YAML keys, with the setting for each."""
 
 from __future__ import annotations
 
@@ -207,9 +207,9 @@ def devices(flag: Flag) -> list[int]:
         first, last = match.groups()
         start, end = (0, int(first)) if last is None else (int(first), int(last))
         if end - start > 100_000:
-            raise ValueError("has more devices than there are")
+            raise ValueError("has too many devices")
         return list(range(start, end))
     numbers = [word for text in flag.texts for word in text.strip("[]").split(",") if word.strip()]
     if not numbers or not all(word.strip().isdigit() for word in numbers):
-        raise ValueError("is an expression of Python; set the number of GPUs by hand")
+        raise ValueError("is an expression of Python. Set the number of GPUs by hand")
     return [int(word) for word in numbers]

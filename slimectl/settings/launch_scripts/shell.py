@@ -15,14 +15,14 @@ from slimectl.settings.launch_scripts.shell_values import Field, Leave, is_costl
 from slimectl.settings.launch_scripts.shell_words import Place, Substitution
 
 Launched: TypeAlias = "Callable[[Path, Path, Mapping[str, str], Sequence[Field], int], Script | None]"
-"""Takes a launcher, the folder that may be read, variables, arguments and depth; None if it starts no command."""
+"""Gets a launcher, the folder that may be read, variables, arguments and depth. Returns None if nothing is started."""
 
 
 class Script(Commands):
-    """A script that is followed: each statement returns whether it succeeds, None where that is not known."""
+    """A script that is followed. Each statement returns whether it succeeds, or None if that is unknown."""
 
     launched: Launched | None = None
-    """Follows a Python launcher; without it, one that a script starts is a command like any other."""
+    """Follows a Python launcher. If it is None, a launcher that a script starts is a command like any other."""
 
     def follow(self) -> None:
         """Follow the whole script."""
@@ -32,19 +32,19 @@ class Script(Commands):
         except Leave:
             pass
         except RecursionError:
-            raise SettingsError(f"{path}: is nested too deeply; write it flat") from None
+            raise SettingsError(f"{path}: is nested too deeply. Write it flat") from None
 
     def follow_text(self, text: str, name: str) -> None:
-        """Follow a text, which may have marks for what is not known in it."""
+        """Follow a text that may contain placeholders for unknown parts."""
         with suppress(Leave):
             self._run_all(syntax.parse(text, name))
 
     def mark(self, field: Field) -> str:
-        """A text that stands for a field which is not known."""
+        """A placeholder for an unknown field."""
         return self._mark(field).text
 
     def _external(self, fields: list[Field], command: syntax.Simple) -> bool | None:
-        """Follow a Python launcher that a command starts; else what the command is."""
+        """Follow a Python launcher that a command starts, or return what the command is."""
         position = next((number for number, field in enumerate(fields) if field.text.endswith(".py")), None)
         path = None if position is None or inner_script(fields) else self._readable(fields[position])
         if position is None or path is None or self.launched is None or self._calls >= MAX_CALLS:
@@ -101,7 +101,7 @@ class Script(Commands):
         return statuses[-1]
 
     def _filtered(self, commands: Sequence[syntax.Statement]) -> Field:
-        """The output of a pipe: known where its first command's is, and the others change text alone."""
+        """The output of a pipe. It is known if the first command's output is, and the others only change text."""
         text = self._captured(Substitution("", (commands[0],), quoted=True), Place("", 0))
         for command in commands[1:]:
             argv = [field for word in getattr(command, "argv", ()) for field in self._fields(word)]
@@ -110,7 +110,7 @@ class Script(Commands):
         return text
 
     def _branches(self, bodies: Sequence[Sequence[syntax.Statement]], place: Place) -> None:
-        """Follow every branch of which one is taken, and keep of each variable what they agree in."""
+        """Follow every branch of which one is taken, and keep the values that they agree on for each variable."""
         reason = f"it depends on a condition that is not evaluated ({place})"
         before, condition, results = self._snapshot(), self._condition, []
         self._condition = condition or reason
@@ -164,7 +164,7 @@ class Script(Commands):
             self._run_all(loop.step)
 
     def _iterate(self, body: Sequence[syntax.Statement]) -> bool:
-        """Follow the body of a loop once; return whether the loop goes on."""
+        """Follow the body of a loop once. Return whether the loop continues."""
         try:
             self._run_all(body)
         except Leave as leave:

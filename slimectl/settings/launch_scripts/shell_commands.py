@@ -1,4 +1,4 @@
-"""Commands of a script that is followed: built-in ones have their effect, all others are noted and not started."""
+"""Commands of a script that is followed. Built-in commands take effect. All others are recorded and not started."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Command:
     fields: tuple[Field, ...]
     place: Place
     condition: str = ""
-    """Why it is unknown whether the script reaches it; empty if it does."""
+    """Why it is unknown whether the script reaches it, or an empty string if it does."""
 
 
 class Commands(Variables):
-    """The commands of a script: those that it would start, and the effect of built-in ones."""
+    """The commands that a script would start, and the effect of built-in ones."""
 
     def __init__(self, path: Path, root: Path, environ: Mapping[str, str], *, depth: int = 0) -> None:
         super().__init__(path, environ)
@@ -53,7 +53,7 @@ class Commands(Variables):
         self._names = {path.resolve(): str(path)}
         self._texts: dict[Path, str] = {}
         self.unread: list[Note] = []
-        """Scripts that are started and not read, as they do not lie in the folder."""
+        """Scripts that are started and not read, because they are not in the folder."""
 
     def _parsed(self, path: Path, name: str) -> tuple[syntax.Statement, ...]:
         """Parse a file, and keep its text."""
@@ -62,7 +62,7 @@ class Commands(Variables):
 
     @abstractmethod
     def _run_all(self, statements: Sequence[syntax.Statement]) -> bool | None:
-        """Follow statements; return whether the last succeeds, None where that depends on the machine."""
+        """Follow statements. Return whether the last one succeeds, or None if that depends on the machine."""
 
     def _subshell(self, body: Sequence[syntax.Statement]) -> bool | None:
         variables, folder = self._snapshot(), self._folder
@@ -79,7 +79,7 @@ class Commands(Variables):
         return {name: dict(value) if isinstance(value, dict) else value for name, value in self._variables.items()}
 
     def _captured(self, substitution: Substitution, place: Place) -> Field:
-        """The output of a command substitution, unknown unless built-in commands alone make it."""
+        """The output of a command substitution, which is unknown unless it only uses built-in commands."""
         self._outputs.append([])
         commands = len(self.commands)
         try:
@@ -97,7 +97,7 @@ class Commands(Variables):
         return field.with_text(field.text.rstrip("\n"))
 
     def _simple(self, command: syntax.Simple) -> bool | None:
-        is_test = bool(command.argv) and command.argv[0].bare == "[["  # its words stay whole
+        is_test = bool(command.argv) and command.argv[0].bare == "[["  # its words are not split
         fields = [field for word in command.argv for field in ([self._field(word)] if is_test else self._fields(word))]
         name = fields[0].text if fields else ""
         if not fields or name in syntax.DECLARATIONS:
@@ -118,7 +118,7 @@ class Commands(Variables):
         return self._start(name, fields, command)
 
     def _start(self, name: str, fields: list[Field], command: syntax.Simple) -> bool | None:
-        """Follow a built-in command or another script, or note an external command."""
+        """Follow a built-in command or another script, or record an external command."""
         builtin: Callable[[list[Field], syntax.Simple], bool | None] | None = {
             "source": self._source, ".": self._source, "cd": self._change_folder, "unset": self._unset,
             "shift": self._shift, "set": self._set, "printf": self._printf, "let": self._let, "read": self._read,
@@ -128,7 +128,7 @@ class Commands(Variables):
         if builtin is not None:
             return builtin(fields, command)
         if name == "exit" and self._is_guard(fields):
-            line = "is passed over, as a condition before it holds here: set the variable that it asks for"
+            line = "is skipped, because a condition before it holds here: set the variable that it asks for"
             self.notes.append(Note(command.place, f"exit {fields[1].text}: {line}"))
             return None
         if name in ("break", "continue", "return", "exit"):
@@ -142,7 +142,7 @@ class Commands(Variables):
         return self._external(fields, command)
 
     def _external(self, fields: list[Field], command: syntax.Simple) -> bool | None:
-        """Follow the script that an external command starts; note every other command."""
+        """Follow the script that an external command starts, and record every other command."""
         if (script := inner_script(fields)) is not None:
             return self._follow_inner(self._with_marks(command, script))
         if fields[0].text in RUNNERS and command.stdin:
@@ -151,12 +151,12 @@ class Commands(Variables):
             if (path := self._readable(fields[position])) is not None:
                 return self._follow_file(path, fields[position:], command.place)
             text = f"{fields[position].text}: is not read, as no such file lies in {self._root}"
-            self.unread.append(Note(command.place, f"{text}; give that script, or allow a folder by --root"))
+            self.unread.append(Note(command.place, f"{text}. Give that script, or allow a folder by --root"))
         self.commands.append(Command(tuple(fields), command.place, self._condition))
         return None
 
     def _note_cut(self, fields: Sequence[Field], place: Place) -> None:
-        """Note flags that stand where a command is expected, because the line above ends their command."""
+        """Report flags in the place of a command, which happens if the line above ends their command."""
         line = self._line(place.line - 1)
         if ENDS_IN_BLANK.search(line):
             last = self.commands[-1]
@@ -167,27 +167,27 @@ class Commands(Variables):
         self.notes.append(Note(place, f"{text}. The first is {fields[0].text}"))
 
     def _line(self, number: int) -> str:
-        """A line of the file that is followed; empty where there is none."""
+        """A line of the file that is followed, or an empty string if there is none."""
         lines = self._texts.get(self._files[-1].resolve(), "").split("\n")
         return lines[number - 1] if 0 < number <= len(lines) else ""
 
     def _is_guard(self, fields: list[Field]) -> bool:
-        """Whether an exit is that of a script which lacks something, so that its training command comes later."""
+        """Whether a script exits because something is missing, so that its training command comes later."""
         return len(fields) > 1 and fields[1].text not in ("0", "") and not self._condition and not self._outputs
 
     def _with_marks(self, command: syntax.Simple, script: Field) -> Field:
-        """The text of an inner script in which marks stand for what is not known, so that the rest is read."""
+        """The text of an inner script with placeholders for unknown parts, so that the rest can be read."""
         matches = [word for word in command.argv if self._field(word) == script]
         return self._marked(matches[-1]) if script.unknown and matches else script
 
     def _readable(self, field: Field) -> Path | None:
-        """The file that a word names, if it lies in the folder that may be read and is not being read already."""
+        """The file that a word means, if it is in the folder that may be read and is not already being read."""
         paths = [] if field.problem else [path for path in self._candidates(field.text) if path.is_file()]
         path = next((path for path in paths if path.resolve().is_relative_to(self._root)), None)
         return None if path is None or path.resolve() in [item.resolve() for item in self._files] else path
 
     def _follow_file(self, path: Path, fields: Sequence[Field], place: Place) -> bool | None:
-        """Follow `bash FILE ARGUMENTS` in a shell of its own."""
+        """Follow `bash FILE ARGUMENTS` in a separate shell."""
         arguments, self._arguments = self._arguments, list(fields[1:])
         self._scripts.append(path)
         try:
@@ -197,12 +197,12 @@ class Commands(Variables):
             self._arguments = arguments
 
     def _follow_inner(self, script: Field) -> bool | None:
-        """Follow the text of `bash -c TEXT`, whose lines count from the command's own."""
+        """Follow the text of `bash -c TEXT`, with lines counted from the command's own."""
         if script.unknown:
             self.notes.append(Note(script.place, f"bash -c {short(script.text)}: is not read, as {script.unknown}"))
             return None
         if self._calls >= MAX_CALLS:
-            raise SettingsError(f"{script.place}: bash -c more than {MAX_CALLS} deep; write the command itself")
+            raise SettingsError(f"{script.place}: bash -c more than {MAX_CALLS} deep. Write the command itself")
         self._calls += 1
         try:
             lines = "\n" * (script.place.line - 1) + script.text
@@ -218,7 +218,7 @@ class Commands(Variables):
             self._outputs[-1].append(field)
 
     def _result(self, name: str, fields: list[Field], command: syntax.Simple) -> Field:
-        """The output of a command that follows from its words and its stdin alone."""
+        """The output of a command, if it depends only on its words and its stdin."""
         place, argv = command.place, fields[1:]
         if name == "pwd":
             return Field(str(self._folder), place)
@@ -228,7 +228,7 @@ class Commands(Variables):
 
     def _call(self, name: str, fields: list[Field]) -> bool | None:
         if self._calls >= MAX_CALLS:
-            raise SettingsError(f"{fields[0].place}: {name} calls itself more than {MAX_CALLS} times; write a loop")
+            raise SettingsError(f"{fields[0].place}: {name} calls itself more than {MAX_CALLS} times. Write a loop")
         arguments, self._arguments = self._arguments, fields[1:]
         self._calls += 1
         try:
@@ -238,7 +238,7 @@ class Commands(Variables):
             self._calls -= 1
 
     def _returned(self, statements: Sequence[syntax.Statement], *, subshell: bool = False) -> bool | None:
-        """Follow the statements of a function or a file, which `return` ends."""
+        """Follow the statements of a function or a file, up to a `return`."""
         try:
             return self._subshell(statements) if subshell else self._run_all(statements)
         except Leave as leave:
@@ -254,13 +254,13 @@ class Commands(Variables):
         path = next((path for path in paths if path.is_file()), paths[0])
         reason = field.problem
         if not reason and not path.resolve().is_relative_to(self._root):
-            reason = f"it lies outside {self._root}; allow a folder by --root DIR"
+            reason = f"it lies outside {self._root}. Allow a folder by --root DIR"
         if reason or not path.is_file():
             line = f"source {field.text}: is not read, as {reason or 'there is no such file'}"
             self.notes.append(Note(place, line))
             return None
         if path.resolve() in [item.resolve() for item in self._files]:
-            raise SettingsError(f"{place}: source {field.text}: the file reads itself; take that line out")
+            raise SettingsError(f"{place}: source {field.text}: the file reads itself. Take that line out")
         arguments = self._arguments
         self._arguments = fields[2:] or arguments
         try:
@@ -274,7 +274,7 @@ class Commands(Variables):
         shown = str(self._files[0].parent / name) if not name.startswith("..") else str(path)
         self._names[path.resolve()] = shown
         if len(self._files) > MAX_CALLS:
-            raise SettingsError(f"{place}: files that read files, more than {MAX_CALLS} deep; give the last of them")
+            raise SettingsError(f"{place}: files that read files, more than {MAX_CALLS} deep. Give the last of them")
         self._files.append(path)
         try:
             return self._returned(self._parsed(path, shown), subshell=subshell)
@@ -282,7 +282,7 @@ class Commands(Variables):
             self._files.pop()
 
     def _candidates(self, name: str) -> list[Path]:
-        """Paths that a file name may mean: from the folder that the script is in, else from the script's own."""
+        """Paths that a file name may mean: relative to the script's current folder, or else to the script itself."""
         paths = [self._folder / name, self._files[-1].parent / name]
         parts = Path(os.path.normpath(name)).parts
         folders = [folder for folder in self._files[0].resolve().parents if folder.is_relative_to(self._root)]
@@ -341,7 +341,7 @@ class Commands(Variables):
         texts, place, is_line = [field.text for field in fields[1:]], command.place, fields[0].text == "read"
         names = [text for before, text in zip(["", *texts], texts, strict=False) if before != "-d" and text[:1] != "-"]
         if is_line and "-d" in texts and len(names) == 1 and command.stdin:
-            document = self._marked(command.stdin[-1])  # `read -r -d '' NAME <<EOF` takes all of the document
+            document = self._marked(command.stdin[-1])  # `read -r -d '' NAME <<EOF` reads all of the document
             self._variables[names[0]] = document.with_text(document.text.strip())
             return
         text = self._field(command.stdin[-1]) if command.stdin else None

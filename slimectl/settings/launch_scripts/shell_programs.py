@@ -1,4 +1,4 @@
-"""Programs in scripts: those that only write or change text, and those that start another script."""
+"""Programs in scripts: ones that only write or change text, and ones that start another script."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ PLAIN = re.compile(r"\^?(?:[\w\s.=:,/@%_-]|\.\*|\\[./])*\$?\Z")
 """Expressions of sed that mean the same in Python."""
 AWK = re.compile(r"\s*\{\s*print\s+(?:\$(\d+|NF)|(NF))\s*;?\s*\}\s*\Z")
 EXPRESSION = re.compile(r"\d{1,18}|[-+*/%()]")
-"""A word of `expr` in arithmetic with whole numbers."""
+"""A word of `expr` in arithmetic with integers."""
 MAX_LINES = 10_000
-"""Lines that a program reads or writes at most."""
+"""Maximum number of lines that a program reads or writes."""
 SILENT = (
     "set", "shopt", "trap", "ulimit", "umask", "wait", "sleep", "echo", "printf", "true", ":", "pwd", "dirname",
     "basename", "realpath", "readlink",
 )  # fmt: skip
-"""Commands that always succeed, and are part of no training command."""
+"""Commands that always succeed, and that are not part of a training command."""
 NOT_EXECUTED = "it is the output of a command"
 
 
 def output(name: str, argv: Sequence[Field], stdin: Field | None, place: Place) -> Field:
-    """The output of a command: known where its words and its stdin are, and it changes only text."""
+    """The output of a command. It is known if its words and its stdin are, and it only changes text."""
     program = (WRITERS if stdin is None else FILTERS).get(name)
     arguments = [field for field in argv if field.text != "--"]
     full = joined([*arguments, stdin] if stdin else arguments, place, " ")
@@ -46,7 +46,7 @@ def output(name: str, argv: Sequence[Field], stdin: Field | None, place: Place) 
 
 
 def _characters(text: str) -> str:
-    """The characters of a set of tr, ranges written out.
+    """The characters of a set of tr, with ranges expanded.
 
     >>> _characters("a-d_")
     'abcd_'
@@ -179,16 +179,16 @@ WRITERS: dict[str, Callable[[Sequence[str], str], str | None]] = {
     "dirname": lambda argv, _: (os.path.dirname(argv[-1]) or ".") if argv else None,
     "basename": _basename, "expr": _expr, "seq": _seq,
 }  # fmt: skip
-"""Programs whose output follows from their words; None for words that are not understood."""
+"""Programs whose output depends only on their words. They return None for words that are not supported."""
 FILTERS: dict[str, Callable[[Sequence[str], str], str | None]] = {
     **WRITERS, "tr": _tr, "cut": _cut, "sed": _sed, "awk": _awk, "head": partial(_ends, last=False),
     "tail": partial(_ends, last=True), "wc": _wc, "cat": lambda argv, text: None if argv else text,
 }  # fmt: skip
-"""Programs whose output follows from their words and their stdin."""
+"""Programs whose output depends only on their words and their stdin."""
 
 
 def formatted(argv: list[Field], place: Place) -> Field:
-    """The output of printf with %s, %d and %q; a format with more values than places is used again."""
+    """The output of printf with %s, %d and %q. The format is repeated if there are more values than places."""
     if not argv:
         return Field("", place)
     full = joined(argv, place)
@@ -206,21 +206,21 @@ def formatted(argv: list[Field], place: Place) -> Field:
 
 
 RUNNERS = ("bash", "sh", "sbatch", "qsub", "bsub", "ssh", "tmux", "screen")
-"""Commands that run a text which they are given."""
+"""Commands that run a text that they are given."""
 SHELLS = ("bash", "sh", "zsh", "dash")
 QUEUES = ("sbatch", "qsub", "bsub")
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch", ".job")
-"""Ends of the names of scripts."""
+"""Suffixes of the names of scripts."""
 STARTERS = (
     "nohup", "exec", "time", "env", "sudo", "srun", "stdbuf", "numactl", "setsid", "timeout", "nice", "ray", "docker",
     "podman", "apptainer", "singularity", "mpirun", "ssh",
 )  # fmt: skip
-"""Commands that start the program which is among their arguments."""
+"""Commands that start a program given among their arguments."""
 ENDS_IN_BLANK = re.compile(r"\\[ \t]+$")
 
 
 def interruption(line: str) -> str:
-    """Return why no command continues behind a line.
+    """Return why a command does not continue after a line.
 
     >>> interruption("  --lr 1e-6"), interruption("  # --lr 1e-6 \\\\")
     ('the line ends without a backslash', 'the line is a comment')
@@ -231,14 +231,14 @@ def interruption(line: str) -> str:
         return "the line is empty"
     if line.lstrip().startswith("#"):
         return "the line is a comment"
-    return "the backslash of the line stands in a comment" if re.search(r"\s#.*\\$", line) else (
+    return "the backslash of the line is in a comment" if re.search(r"\s#.*\\$", line) else (
         "the line ends without a backslash"
     )  # fmt: skip
 
 
 def inner_script(fields: Sequence[Field]) -> Field | None:
     """The script of `bash -c TEXT`, which another command may start (`srun`, `docker run`), or of `ssh HOST TEXT`,
-    `sbatch --wrap TEXT` and `tmux … TEXT`; None for other commands.
+    `sbatch --wrap TEXT` and `tmux … TEXT`, or None for other commands.
     """
     for shell, option, text in zip(fields, fields[1:], fields[2:], strict=False):
         name = os.path.basename(shell.text)
@@ -267,7 +267,7 @@ def script_file(fields: Sequence[Field]) -> int | None:
 
 
 def _first_argument(fields: Sequence[Field], start: int) -> int | None:
-    """The position of the first argument, behind options, if it is a script."""
+    """The position of the first argument after the options, if it is a script."""
     position = start
     while position < len(fields) and fields[position].text[:1] in ("-", "+"):
         position += 2 if re.fullmatch(r"[-+][a-z]*[oO]", fields[position].text) else 1

@@ -12,7 +12,7 @@ from slimectl.settings.launch_scripts.shell_words import MAX_NESTING, NAME, Lite
 
 REDIRECTION = re.compile(r"(?:\d+|\{\w+\})?(<<<|<<-|<<|<>|<&|>&|>>|>\||<(?!\()|>(?!\())|&>>|&>")
 PLACEHOLDER = re.compile(r"<[A-Za-z][\w .-]*>(?=\s)")
-"""`NAME=<your key>`, which the reader of the script is to replace; the shell refuses it."""
+"""`NAME=<your key>`, a placeholder for the reader of the script. The shell rejects it."""
 DECLARATIONS = ("declare", "typeset", "local", "export", "readonly")
 CLOSING = ("then", "elif", "else", "fi", "do", "done", "esac", "}")
 
@@ -23,7 +23,7 @@ class Assignment:
 
     name: str
     value: Word | tuple[tuple[Word | None, Word], ...] | None
-    """A word; the elements of an array, each with its index or None; None where a declaration gives no value."""
+    """A word, or the elements of an array, each with its index or None. None if a declaration has no value."""
     place: Place
     index: Word | None = None
     appends: bool = False
@@ -31,7 +31,7 @@ class Assignment:
 
 @dataclass
 class Simple:
-    """A command with its words; assignments stand before it, or are its arguments (`export A=b`).
+    """A command with its words. Assignments come before it, or are its arguments (`export A=b`).
 
     `[[ … ]]` is the command `[[`, and `(( … ))` the command `let`.
     """
@@ -51,7 +51,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class AndOr:
-    """Commands joined by `&&` and `||`; the first has no operator."""
+    """Commands joined by `&&` and `||`. The first has no operator."""
 
     members: tuple[tuple[str, Statement], ...]
 
@@ -68,7 +68,7 @@ class If:
 
 @dataclass(frozen=True)
 class Loop:
-    """`while`, `until` (`negated`), or `for ((start; condition; step))` behind its start."""
+    """`while`, `until` (`negated`), or `for ((start; condition; step))` after its start."""
 
     place: Place
     condition: tuple[Statement, ...]
@@ -82,7 +82,7 @@ class For:
     place: Place
     name: str
     elements: tuple[Word, ...] | None
-    """None stands for the script's arguments."""
+    """None means the script's arguments."""
     body: tuple[Statement, ...]
 
 
@@ -101,7 +101,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Group:
-    """`{ …; }`, or `( … )`, which has variables of its own."""
+    """`{ …; }`, or `( … )`, which has its own variables."""
 
     body: tuple[Statement, ...]
     subshell: bool
@@ -111,11 +111,11 @@ Statement: TypeAlias = Simple | Pipeline | AndOr | If | Loop | For | Case | Func
 
 
 def parse(text: str, file: str) -> tuple[Statement, ...]:
-    """Parse a script. Raises SettingsError with the line of what is not understood."""
+    """Parse a script. Raises SettingsError with the line of any unsupported syntax."""
     parser = Parser(text, file)
     program = parser.commands()
     if not parser.is_at_end:
-        raise parser.error(f"{text[parser.position]} opens nothing here; take it out")
+        raise parser.error(f"{text[parser.position]} opens nothing here. Take it out")
     return program
 
 
@@ -126,7 +126,7 @@ class Parser(Reader):
         """Parse commands up to `)`, `;;` or a reserved word of `ends`, which are left to the caller."""
         self.depth += 1
         if self.depth > MAX_NESTING:
-            raise self.error(f"more than {MAX_NESTING} commands inside one another; write it flat")
+            raise self.error(f"more than {MAX_NESTING} commands inside one another. Write it flat")
         body: list[Statement] = []
         while True:
             self._skip_separators()
@@ -135,7 +135,7 @@ class Parser(Reader):
             start = self.position
             body.append(self._and_or())
             if self.position == start:
-                raise self.error(f"{self.text[start : start + 20]!r} is not understood; simplify this line")
+                raise self.error(f"{self.text[start : start + 20]!r} is not understood. Simplify this line")
         if self.is_at_end:
             self._read_documents()
         self.depth -= 1
@@ -157,12 +157,12 @@ class Parser(Reader):
             self._skip_lines()
 
     def _read_documents(self) -> None:
-        """Read the here-documents that the line before has opened."""
+        """Read the here-documents that the previous line has opened."""
         for command, delimiter, is_quoted, strips_tabs in self.documents:
             place, lines = self.place, []
             while True:
                 if self.is_at_end:
-                    raise self.error(f"the here-document has no {delimiter}; write it on a line of its own")
+                    raise self.error(f"the here-document has no {delimiter}. Write it on a line of its own")
                 line = self.match(re.compile(r"[^\n]*\n?")) or ""
                 line = line.lstrip("\t") if strips_tabs else line
                 if line.rstrip("\n") == delimiter:
@@ -176,7 +176,7 @@ class Parser(Reader):
         self.documents.clear()
 
     def _reserved(self, *words: str) -> str | None:
-        """The reserved word of `words` that is next, if any; the position stays."""
+        """The reserved word of `words` that is next, if any. The position does not change."""
         for word in words:
             following = self.text[self.position + len(word) :][:1]
             if self.at(word) and (not following or following in " \t\r\n;&|<>()" or word == "{"):
@@ -215,9 +215,9 @@ class Parser(Reader):
     def _command(self) -> Statement:
         place = self.place
         if (word := self._reserved("select", "coproc")) is not None:
-            raise self.error(f"{word} is not read; take it out of the script")
+            raise self.error(f"{word} is not read. Take it out of the script")
         if (word := self._reserved(*CLOSING)) is not None:
-            raise self.error(f"{word} closes nothing here; take it out")
+            raise self.error(f"{word} closes nothing here. Take it out")
         compounds = {
             "if": self._if, "for": self._for, "while": self._loop, "until": self._loop, "case": self._case,
             "function": self._function, "[[": self._test,
@@ -245,10 +245,10 @@ class Parser(Reader):
 
     def _close(self, text: str, opening: str, place: Place) -> None:
         if not self.take(text):
-            raise SettingsError(f"{place}: this {opening} has no {text}; close it")
+            raise SettingsError(f"{place}: this {opening} has no {text}. Close it")
 
     def _body(self, place: Place, opening: str, *ends: str) -> tuple[tuple[Statement, ...], str]:
-        """Parse the body of a compound command up to one of `ends`; return that too."""
+        """Parse the body of a compound command up to one of `ends`, and return that end too."""
         body = self.commands(*ends)
         end = self._reserved(*ends) or ends[-1]
         self._close(end, opening, place)
@@ -274,13 +274,13 @@ class Parser(Reader):
         if self.take("(("):
             parts = self.arithmetic_text().split(";")
             if len(parts) != 3:
-                raise self.error("this for has not three parts; write for ((i=0; i<n; i++))")
+                raise self.error("this for does not have three parts. Write for ((i=0; i<n; i++))")
             start, condition, step = ((self._let(part, place),) if part.strip() else () for part in parts)
             self._skip_separators()
             return Group((*start, Loop(place, condition, self._do(place), step=step)), subshell=False)
         name = self.match(NAME)
         if name is None:
-            raise self.error("this for has no variable; write for NAME in …")
+            raise self.error("this for has no variable. Write for NAME in …")
         self._skip_lines()
         elements = tuple(self._words_of_line()) if self._take_reserved("in") else None
         self._skip_separators()
@@ -301,7 +301,7 @@ class Parser(Reader):
         subject = self.word()
         self._skip_lines()
         if subject is None or not self.take("in"):
-            raise self.error("this case is not understood; write case WORD in … esac")
+            raise self.error("this case is not understood. Write case WORD in … esac")
         clauses: list[tuple[tuple[Word, ...], tuple[Statement, ...]]] = []
         while True:
             self._skip_separators()
@@ -312,7 +312,7 @@ class Parser(Reader):
             while self.take("|"):
                 patterns += self._words_of_line()
             if not patterns:
-                raise self.error("this case has no pattern here; write PATTERN) … ;;")
+                raise self.error("this case has no pattern here. Write PATTERN) … ;;")
             self._close(")", "case", place)
             clauses.append((tuple(patterns), self.commands("esac")))
             self.match(re.compile(r";;&|;;|;&"))
@@ -328,7 +328,7 @@ class Parser(Reader):
         self._skip_lines()
         if self.at("{") or self.at("("):
             return Function(name, (self._command(),))
-        raise self.error(f"the function {name} has no body in braces; write {name}() {{ …; }}")
+        raise self.error(f"the function {name} has no body in braces. Write {name}() {{ …; }}")
 
     def _test(self, place: Place, keyword: str) -> Simple:
         argv = [Word((Literal(keyword, quoted=False),), place)]
@@ -343,7 +343,7 @@ class Parser(Reader):
             elif (word := self.word()) is not None:
                 argv.append(word)
             else:
-                raise self.error("this [[ is not understood; close it by ]]")
+                raise self.error("this [[ is not understood. Close it by ]]")
 
     def _simple(self, place: Place) -> Statement:
         command = Simple(place)
@@ -363,7 +363,7 @@ class Parser(Reader):
                 return self._function_body(word.bare)
 
     def _process_substitution(self) -> Word | None:
-        """Read `<(…)` as the command substitution that it is for this purpose: its file is not known."""
+        """Read `<(…)` as a command substitution, because its file is unknown in either case."""
         place = self.place
         return Word((self.substitution(quoted=True),), place) if self.match(re.compile(r"[<>]\(")) else None
 
@@ -390,7 +390,7 @@ class Parser(Reader):
         return Assignment(name, value, place, index, operator == "+=")
 
     def _elements(self, place: Place) -> Iterator[tuple[Word | None, Word]]:
-        """Read the elements of an array up to its parenthesis; comments may stand between them."""
+        """Read the elements of an array up to its parenthesis. Comments may be between them."""
         while True:
             self._skip_lines()
             if self.take(")"):
@@ -402,11 +402,11 @@ class Parser(Reader):
             word = self.word()
             if word is None:
                 problem = "has no )" if self.is_at_end else "is not understood"
-                raise self.error(f"the array that opens in line {place.line} {problem}; mend it here")
+                raise self.error(f"the array that opens in line {place.line} {problem}. Fix it here")
             yield index, word
 
     def _redirection(self, command: Simple | None) -> bool:
-        """Read one redirection, if there is one here; here-documents and here-strings become the command's stdin."""
+        """Read one redirection, if there is one here. Here-documents and here-strings become the command's stdin."""
         self._skip_blanks()
         operator = self.match(REDIRECTION)
         if operator is None:
@@ -414,7 +414,7 @@ class Parser(Reader):
         self._skip_blanks()
         target = self.word() or self._process_substitution()
         if target is None:
-            raise self.error("this redirection has no target; name a file, or replace a <PLACEHOLDER> by its value")
+            raise self.error("this redirection has no target. Give a file, or replace a <PLACEHOLDER> by its value")
         if operator.endswith("<<<"):
             if command is not None:
                 command.stdin.append(target)

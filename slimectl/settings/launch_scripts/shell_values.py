@@ -13,15 +13,15 @@ from slimectl.errors import SettingsError
 from slimectl.settings.launch_scripts.shell_words import Place
 
 MAX_TEXT = 1 << 20
-"""Characters of one value; more is an attack, not a launch script."""
+"""Maximum number of characters of one value. A longer value is an attack, not a launch script."""
 
 
 @dataclass(frozen=True)
 class Field:
     """One word after expansion, with the line that it was written in.
 
-    Where `unknown` says why, the text is not what the shell would have there, but the source of it. `unset` names
-    variables of the word that nothing sets, which the shell replaces by nothing.
+    If it is unknown, `unknown` is the reason, and the text is the source and not the shell's result. `unset` lists
+    variables in the word that are never set, which the shell replaces by nothing.
     """
 
     text: str
@@ -31,7 +31,7 @@ class Field:
 
     @property
     def problem(self) -> str:
-        """Why the value cannot be taken as it stands; empty if it can."""
+        """Why the value cannot be used, or an empty string if it can."""
         return self.unknown or (f"{self.unset} is not set in the script or in the environment" if self.unset else "")
 
     def with_text(self, text: str) -> Field:
@@ -51,14 +51,14 @@ Value: TypeAlias = Field | Array
 
 
 def checked(text: str, place: Place) -> str:
-    """The text. Raises SettingsError if it is so long that no launch script means it."""
+    """The text. Raises SettingsError if it is too long for any launch script."""
     if len(text) > MAX_TEXT:
-        raise SettingsError(f"{place}: a value of more than {MAX_TEXT} characters; shorten it")
+        raise SettingsError(f"{place}: a value of more than {MAX_TEXT} characters. Shorten it")
     return text
 
 
 def joined(fields: Iterable[Field], place: Place, separator: str = "") -> Field:
-    """One field of the texts of several; unknown if one is."""
+    """Join the texts of several fields. The result is unknown if one of them is."""
     members = list(fields)
     return Field(
         checked(separator.join(field.text for field in members), place),
@@ -76,7 +76,7 @@ def elements(value: Value | None) -> list[Field]:
 
 
 def merged(values: list[Value | None], reason: str, place: Place) -> Value | None:
-    """A variable after branches of which the taken one is unknown: the values that agree, the others as unknown."""
+    """A variable after branches, if it is unknown which one is taken. Values that differ become unknown."""
     first = values[0]
     if all(_texts(value) == _texts(first) for value in values):
         return first
@@ -101,7 +101,7 @@ MAX_COST = 50_000_000
 
 
 def is_costly(text: str, glob: str) -> bool:
-    """Whether trying a pattern may take longer than a launch script deserves: every `*` multiplies the work."""
+    """Whether matching a pattern may take too long. Every `*` multiplies the work."""
     return bool((len(text) + 1) ** (glob.count("*") + 1) > MAX_COST)
 
 
@@ -114,7 +114,7 @@ def pattern(text: str) -> re.Pattern[str]:
         character = text[position]
         bracket = re.compile(r"\[[!^]?\]?[^\]]*\]").match(text, position)
         if character == "*":
-            if parts[-1:] != [".*"]:  # `**` is `*`, and several would be slow to try
+            if parts[-1:] != [".*"]:  # `**` means `*`, and repeated ones would be slow to match
                 parts.append(".*")
         elif character == "?":
             parts.append(".")
@@ -135,7 +135,7 @@ def pattern(text: str) -> re.Pattern[str]:
 
 
 def trimmed(text: str, operator: str, glob: str) -> str:
-    """`${NAME#GLOB}` and its relatives: the text without a beginning or an end that matches.
+    """`${NAME#GLOB}` and its relatives: the text without a matching beginning or end.
 
     >>> trimmed("models/qwen3.sh", "##", "*/"), trimmed("qwen3.tar.gz", "%", ".*"), trimmed("qwen3.tar.gz", "%%", ".*")
     ('qwen3.sh', 'qwen3.tar', 'qwen3')
@@ -198,14 +198,14 @@ OPERATORS: dict[str, Callable[[int, int], int]] = {
 
 
 def _wrapped(value: int) -> int:
-    """The value in 64 bits with a sign."""
+    """The value as a signed 64-bit integer."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 class Evaluation:
-    """Evaluates one expression; variables are read and written by the functions given.
+    """Evaluates one expression. The given functions read and write variables.
 
-    Raises ValueError, with the end of a sentence about the expression, for what it does not understand.
+    Raises ValueError, with the end of a sentence about the expression, for unsupported syntax.
     """
 
     def __init__(self, text: str, read: Callable[[str], int], write: Callable[[str, int], None]) -> None:
@@ -221,7 +221,7 @@ class Evaluation:
         self._next = 0
 
     def result(self) -> int:
-        """The value of the expression; 0 for none."""
+        """The value of the expression, or 0 if it is empty."""
         if not self._tokens:
             return 0
         try:
@@ -237,7 +237,7 @@ class Evaluation:
         return self._tokens[self._next] if self._next < len(self._tokens) else ""
 
     def _advance(self) -> str:
-        """Return the next token, and step over it."""
+        """Return the next token and advance past it."""
         token = self._token
         self._next += 1
         return token
@@ -319,7 +319,7 @@ TEXTUAL: dict[str, Callable[[str, str], bool]] = {
 
 
 class Condition:
-    """Evaluates the words of a condition; None is an answer that depends on the machine."""
+    """Evaluates the words of a condition. None means that the result depends on the machine."""
 
     def __init__(self, words: Sequence[Field], is_set: Callable[[str], bool], *, globs: bool) -> None:
         self._words, self._is_set, self._globs, self._next = words, is_set, globs, 0
@@ -328,7 +328,7 @@ class Condition:
         return self._either() if self._words else False
 
     def _word(self, ahead: int = 0) -> Field:
-        """The word at a distance; an empty one past the end."""
+        """The word at a distance, or an empty one past the end."""
         position = self._next + ahead
         return self._words[position] if position < len(self._words) else Field("", Place("", 0))
 
@@ -345,7 +345,7 @@ class Condition:
         return self._chain(("&&", "-a"), self._one, decisive=False)
 
     def _chain(self, signs: tuple[str, ...], part: Callable[[], bool | None], *, decisive: bool) -> bool | None:
-        """Evaluate parts between signs; one part with the decisive value decides."""
+        """Evaluate parts between operators. One part with the decisive value decides."""
         value = part()
         while self._take(*signs):
             both = (value, part())

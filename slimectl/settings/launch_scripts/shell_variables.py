@@ -26,9 +26,9 @@ from slimectl.settings.launch_scripts.shell_values import (
 from slimectl.settings.launch_scripts.shell_words import Arithmetic, Literal, Parameter, Place, Substitution, Word
 
 MAX_STEPS = 30_000
-"""Words and commands that are followed; a script that needs more does not end."""
+"""Maximum number of words and commands that are followed. A script that needs more does not end."""
 SECRET = re.compile(r"(?:WANDB|SWANLAB|API|HF|AUTH|ACCESS)_?(?:KEY|TOKEN)$")
-"""Names of variables that hold a secret, beside those of redaction.py."""
+"""Names of variables that hold a secret, in addition to the ones in redaction.py."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Variables(ABC):
         self._arguments: list[Field] | None = None
         self._files = [path]
         self._scripts = [path]
-        """Of the files, those that are started and not sourced."""
+        """The subset of the files that are started and not sourced."""
         self._folder = Path.cwd()
         self._steps = 0
         self._unknowns: list[Field] = []
@@ -63,7 +63,7 @@ class Variables(ABC):
         self._steps += 1
         if self._steps > MAX_STEPS:
             position = place or Place(str(self._files[-1]), 1)
-            raise SettingsError(f"{position}: the script goes on for more than {MAX_STEPS} steps; take out the loop")
+            raise SettingsError(f"{position}: the script runs for more than {MAX_STEPS} steps. Take out the loop")
 
     def _is_set(self, name: str) -> bool:
         return name in self._variables or name in self._environ
@@ -100,7 +100,7 @@ class Variables(ABC):
         self._variables[name] = array
 
     def _index(self, name: str, word: Word) -> str:
-        """An index of an array: a number, or the text itself of an associative one."""
+        """An index of an array: a number, or the text itself for an associative one."""
         text = self._field(word).text
         if name in self._associative:
             return text
@@ -138,7 +138,7 @@ class Variables(ABC):
         return Field(f"$(({text}))", place, problem)
 
     def _value(self, name: str) -> Value | None:
-        """The value of a variable, of the script or else of the environment."""
+        """The value of a variable of the script, or else of the environment."""
         if name in self._variables:
             return self._variables[name]
         place = Place("environment", 0)
@@ -155,24 +155,24 @@ class Variables(ABC):
         return self._arguments or []
 
     def _field(self, word: Word) -> Field:
-        """Expand a word where the shell does not divide it."""
+        """Expand a word where the shell does not split it."""
         self._count(word.place)
         return self._resolved(
             joined([field for part in word.parts for field in self._joined_part(part, word.place)], word.place)
         )
 
     def _mark(self, field: Field) -> Field:
-        """A field with a known text that stands for one that is not known, until a word is made of it."""
+        """A placeholder with a known text for an unknown field, until it is replaced in a word."""
         self._unknowns.append(field)
         return Field(f"\ue000{len(self._unknowns) - 1}\ue001", field.place)
 
     def _marked(self, word: Word) -> Field:
-        """Expand a word whose text is read again, with marks for its parts that are not known."""
+        """Expand a word whose text is read again, with placeholders for its unknown parts."""
         fields = [field for part in word.parts for field in self._joined_part(part, word.place)]
         return joined([self._mark(field) if field.problem and field.text else field for field in fields], word.place)
 
     def _resolved(self, field: Field) -> Field:
-        """The field with what its marks stand for."""
+        """The field with its placeholders replaced."""
         if "\ue000" not in field.text:
             return field
         pieces = re.split("\ue000(\\d{1,6})\ue001", field.text)
@@ -183,7 +183,7 @@ class Variables(ABC):
         return replace(joined(members, field.place), unset=field.unset or joined(members, field.place).unset)
 
     def _glob(self, word: Word) -> str:
-        """Expand a pattern: what is quoted in it stands for itself."""
+        """Expand a pattern. Quoted characters in it are literal."""
         texts = []
         for part in word.parts:
             text = joined(self._joined_part(part, word.place), word.place).text
@@ -200,7 +200,7 @@ class Variables(ABC):
         return [self._resolved(field) for field in self._divided_word(word)]
 
     def _divided_word(self, word: Word) -> list[Field]:
-        """Expand a word; marks in it are left."""
+        """Expand a word. Placeholders in it are kept."""
         if all(isinstance(part, Literal) for part in word.parts):
             texts = [part.text for part in word.parts if isinstance(part, Literal)]
             return [Field(checked("".join(texts), word.place), word.place)]
@@ -210,7 +210,7 @@ class Variables(ABC):
         has_list = any(isinstance(part, Parameter) and _is_list(part) for part in word.parts)
         for part in word.parts:
             if has_list and part == Literal("", quoted=True):
-                continue  # the quotes of "$@", which is no word where it is empty
+                continue  # the quotes of "$@", which expands to nothing if it is empty
             members = self._part(part, word.place)
             if not getattr(part, "quoted", False):
                 members = [piece for member in members for piece in _divided(member)]
@@ -228,7 +228,7 @@ class Variables(ABC):
 
     @staticmethod
     def _first_place(fields: Sequence[Field], place: Place) -> Place:
-        """The line of a field: that of an array's element where the word is one."""
+        """The line of a field. If the word is an element of an array, it is the line of that element."""
         texts = [field for field in fields if field.text or field.unknown]
         source_place = texts[0].place if len(texts) == 1 else place
         return source_place if source_place.line else place
@@ -261,7 +261,7 @@ class Variables(ABC):
         return fields
 
     def _selected(self, parameter: Parameter, place: Place) -> tuple[list[Field], bool]:
-        """The fields that a parameter names, and whether it is set."""
+        """The fields of a parameter, and whether it is set."""
         name = parameter.name
         if name in "@*":
             return self._positional(), bool(self._arguments)
@@ -283,19 +283,19 @@ class Variables(ABC):
             return elements(value), value is not None
         if _is_list(parameter):
             if value is None and not parameter.operator:
-                self.notes.append(Note(place, f"${{{name}[@]}}: nothing sets it, so that it stands for no flags"))
+                self.notes.append(Note(place, f"${{{name}[@]}}: nothing sets it, so it adds no flags"))
             return elements(value), bool(elements(value))
         selected = elements(value)[:1] if isinstance(value, Field) else []
         if isinstance(value, dict):
             index = self._index(name, parameter.index)
             if index.startswith("-") and index[1:].isdigit():
                 index = (list(value) or [index])[max(-len(value), int(index))]
-            missing = [field for field in value.values() if field.unknown][:1]  # which may be several elements
+            missing = [field for field in value.values() if field.unknown][:1]  # this one may be several elements
             selected = [value[index]] if index in value else missing
         return selected, bool(selected)
 
     def _indirect(self, parameter: Parameter, value: Value | None) -> tuple[list[Field], bool]:
-        """`${!NAME}` is the variable that NAME names; `${!NAME[@]}` are the indices of an array."""
+        """`${!NAME}` is the variable whose name is in NAME. `${!NAME[@]}` are the indices of an array."""
         if parameter.index is not None and isinstance(value, dict):
             return [Field(key, next(iter(value.values())).place) for key in value], True
         target = joined(elements(value), Place("", 0))
@@ -353,19 +353,19 @@ class Variables(ABC):
 
 
 def is_secret_variable(name: str) -> bool:
-    """Whether a variable of the environment holds a secret, by its name."""
+    """Whether an environment variable holds a secret, by its name."""
     return bool(SECRET.search(name)) or (is_secret_name(name) and name.isidentifier())
 
 
 def _is_list(parameter: Parameter) -> bool:
-    """Whether a parameter stands for all elements of an array, or all arguments."""
+    """Whether a parameter means all elements of an array, or all arguments."""
     if parameter.index is not None:
         return parameter.index.bare in ("@", "*")
     return parameter.name in ("@", "*")
 
 
 def _divided(field: Field) -> Iterator[Field]:
-    """Divide an unquoted expansion at its blanks; what is unknown stays in one piece."""
+    """Split an unquoted expansion at its blanks. Unknown parts are not split."""
     if field.unknown or field.unset:
         yield field
         return

@@ -17,7 +17,7 @@ METACHARACTERS = " \t\n;&|<>()"
 NAME = re.compile(r"[A-Za-z_]\w*")
 OPERATOR = re.compile(r":[-=+?]|[-=+?]|##|#|%%|%|//|/#|/%|/|\^\^|\^|,,|,|:|@")
 MAX_NESTING = 60
-"""Depth of substitutions and compound commands; beyond it the file is not a script that a person wrote."""
+"""Maximum depth of substitutions and compound commands. Real scripts stay below it."""
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,25 @@ def read_text(path: Path, name: str) -> str:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise SettingsError(f"{name}: is no regular file; give a launch script or a configuration")
+            raise SettingsError(f"{name}: is not a regular file. Give a launch script or a configuration")
         if status.st_size > MAX_BYTES:
-            raise SettingsError(f"{name}: has {status.st_size >> 20} MiB; a launch script has a few kB: give that")
+            raise SettingsError(f"{name}: has {status.st_size >> 20} MiB, but a launch script has a few kB. Give that")
         content = path.read_bytes()
     except OSError as error:
         raise SettingsError(f"{name}: {error.strerror}") from None
     if b"\0" in content:
         line = content[: content.index(b"\0")].count(b"\n") + 1
-        raise SettingsError(f"{name}:{line}: has a NUL byte, so that it is no text; give a launch script")
+        raise SettingsError(f"{name}:{line}: has a NUL byte, so it is not a text. Give a launch script")
     try:
         return content.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise SettingsError(f"{name}:{line}: is not UTF-8; convert it by `iconv -t UTF-8`") from None
+        raise SettingsError(f"{name}:{line}: is not UTF-8. Convert it by `iconv -t UTF-8`") from None
 
 
 @dataclass(frozen=True)
 class Literal:
-    """Text that stands for itself; unquoted text may be divided into several words."""
+    """Literal text. Unquoted text may be split into several words."""
 
     text: str
     quoted: bool
@@ -74,7 +74,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """`$((EXPRESSION))`; the expression is a word, in which parameters are replaced first."""
+    """`$((EXPRESSION))`. The expression is a word, in which parameters are replaced first."""
 
     expression: Word
     quoted: bool
@@ -82,7 +82,7 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Substitution:
-    """`$(COMMANDS)`: the output of commands, which only some built-in commands have here."""
+    """`$(COMMANDS)`: the output of commands. Only some built-in commands have an output here."""
 
     source: str
     body: tuple[Any, ...]
@@ -95,7 +95,7 @@ Part: TypeAlias = Literal | Parameter | Arithmetic | Substitution
 
 @dataclass(frozen=True)
 class Word:
-    """Parts that stand together, and the line of the first."""
+    """Adjacent parts of one word, and the line of the first."""
 
     parts: tuple[Part, ...]
     place: Place
@@ -116,7 +116,7 @@ class Reader(ABC):
         self.text, self.file, self.position, self.depth = text, file, 0, depth
         self._first_line = first_line
         self.documents: list[tuple[Any, str, bool, bool]] = []
-        """Here-documents that the present line has opened: command, delimiter, whether quoted, whether tabs go."""
+        """Here-documents that the current line has opened: command, delimiter, whether quoted, whether tabs go."""
         self._line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
 
     @abstractmethod
@@ -124,7 +124,7 @@ class Reader(ABC):
         """Parse commands up to `)`, `;;` or a reserved word of `ends`."""
 
     def inside(self, text: str, first_line: int) -> Self:
-        """A reader of a text that stands in this one, from a line on."""
+        """A reader for a text inside this one, which starts at a given line."""
         return type(self)(text, self.file, first_line=first_line, depth=self.depth)
 
     def expanded(self, text: str, place: Place) -> Word:
@@ -142,14 +142,14 @@ class Reader(ABC):
         return self.text.startswith(text, self.position)
 
     def take(self, text: str) -> bool:
-        """Advance over `text`, if it is next."""
+        """Advance past `text`, if it is next."""
         if self.at(text):
             self.position += len(text)
             return True
         return False
 
     def match(self, pattern: re.Pattern[str]) -> str | None:
-        """Advance over a match of the pattern at this position; return its text."""
+        """Advance past a match of the pattern at this position, and return its text."""
         match = pattern.match(self.text, self.position)
         if match is None:
             return None
@@ -161,7 +161,7 @@ class Reader(ABC):
         return self.position >= len(self.text)
 
     def word(self, stop: str = METACHARACTERS) -> Word | None:
-        """Read one word up to an unquoted character of `stop`; None if there is none here."""
+        """Read one word up to an unquoted character of `stop`. Return None if there is none here."""
         place, parts, start = self.place, [], self.position
         while not self.is_at_end and self.text[self.position] not in stop:
             if self.take("\\\n"):
@@ -191,10 +191,10 @@ class Reader(ABC):
         return self.text[self.position - 1]
 
     def _until(self, end: str, start: int) -> str:
-        """Return the text from `start` up to `end`, and advance behind that."""
+        """Return the text from `start` up to `end`, and advance past it."""
         stop = self.text.find(end, start)
         if stop < 0:
-            raise self.error(f"this {end} is never closed; close it")
+            raise self.error(f"this {end} is never closed. Close it")
         self.position = stop + len(end)
         return self.text[start:stop]
 
@@ -202,7 +202,7 @@ class Reader(ABC):
         """Read `$'…'` with its escapes."""
         match = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL).match(self.text, self.position)
         if match is None:
-            raise self.error("this $' is never closed; close it")
+            raise self.error("this $' is never closed. Close it")
         self.position = match.end()
         escapes = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
         text = re.sub(r"\\(.)", lambda escape: escapes.get(escape[1], escape[0]), match[1], flags=re.DOTALL)
@@ -216,7 +216,7 @@ class Reader(ABC):
             if self.is_at_end:
                 if not end:
                     break
-                raise SettingsError(f"{start}: this {end} is never closed; close it")
+                raise SettingsError(f"{start}: this {end} is never closed. Close it")
             if self.take("\\\n"):
                 continue
             character = self.text[self.position]
@@ -234,7 +234,7 @@ class Reader(ABC):
     def _expansion(self, *, quoted: bool) -> Part:
         """Read `$…` or backquotes."""
         if self.depth > MAX_NESTING:
-            raise self.error(f"more than {MAX_NESTING} expansions inside one another; write it flat")
+            raise self.error(f"more than {MAX_NESTING} expansions inside one another. Write it flat")
         self.depth += 1
         try:
             if self.take("`"):
@@ -260,7 +260,7 @@ class Reader(ABC):
                 return self.text[start : self.position - 2]
             open_parentheses += {"(": 1, ")": -1}.get(self._advance(), 0)
         self.position = start
-        raise self.error("this $(( is never closed; close it")
+        raise self.error("this $(( is never closed. Close it")
 
     def substitution(self, *, quoted: bool) -> Substitution:
         start = self.position
@@ -268,14 +268,14 @@ class Reader(ABC):
         source = self.text[start : self.position]
         if not self.take(")"):
             self.position = start
-            raise self.error("this $( is never closed; close it")
+            raise self.error("this $( is never closed. Close it")
         return Substitution(f"$({source})", body, quoted)
 
     def _backquoted(self, *, quoted: bool) -> Substitution:
         line = self.place.line
         match = re.compile(r"((?:[^`\\]|\\.)*)`", re.DOTALL).match(self.text, self.position)
         if match is None:
-            raise self.error("this ` is never closed; close it")
+            raise self.error("this ` is never closed. Close it")
         self.position = match.end()
         source = re.sub(r"\\([`\\$])", r"\1", match[1])
         return Substitution(f"$({source})", self.inside(source, line).commands(), quoted)
@@ -286,7 +286,7 @@ class Reader(ABC):
         prefix = self.match(re.compile(r"[#!](?=[A-Za-z_@*0-9])")) or ""
         name = self.match(NAME) or self.match(re.compile(r"[0-9]+|[@*#?$!-]"))
         if name is None:
-            raise self.error("this ${ names no variable; write ${NAME}")
+            raise self.error("this ${ has no variable. Write ${NAME}")
         index = None
         if self.take("["):
             index = self.word("]")
@@ -315,4 +315,4 @@ class Reader(ABC):
     def _expect(self, text: str, start: int) -> None:
         if not self.take(text):
             self.position = min(start, len(self.text))
-            raise self.error(f"this ${{ is not understood: it has no {text}; write ${{NAME}} or ${{NAME:-default}}")
+            raise self.error(f"this ${{ is not understood: it has no {text}. Write ${{NAME}} or ${{NAME:-default}}")

@@ -13,15 +13,15 @@ from slimectl.settings.launch_scripts.slime_flags import GENERATE, GROUPS, SFT
 from slimectl.user_code.stand_ins import STAND_INS
 
 FSDP_DEFAULTS = {"lr_decay_style": "constant", "weight_decay": 0.0, "adam_beta2": 0.95}
-"""Defaults of slime's FSDP trainer, where they differ from those of Megatron. It has no dropout."""
+"""Defaults of slime's FSDP trainer that differ from Megatron's. It has no dropout."""
 NO_LIMIT = "is not given, so responses end only with the context of the model. Set rollout.max_response_len by hand"
 MODEL = ("hf_checkpoint",)
 PROMPTS = ("prompt_data", "data_source_path", "rollout_function_path")
-"""Flags of which one names the model, or where prompts come from."""
+"""Flags for the model or the source of prompts. Every training has one of them."""
 NORMALIZED = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Algorithms that need normalized advantages here."""
 EVALUATIONS = ("eval", "evaluate", "run_eval", "inference", "generate")
-"""Names of programs that train nothing."""
+"""Names of programs that do not train."""
 
 
 SCHEME = re.compile(r"(?i)(?:^|[-_.])(fp8|int4|int8|w8a8|w4a16|nvfp4|mxfp4|mxfp8|awq|gptq)(?=$|[-_.])")
@@ -31,15 +31,15 @@ NATIVE = (
     ("int4", re.compile(r"(?i)kimi-k2-thinking")),
     ("mxfp4", re.compile(r"(?i)gpt-oss")),
 )
-"""Models that are published quantized, by the scheme that they have."""
+"""Models that are published quantized, by their scheme."""
 FULL = re.compile(r"(?i)[-_.](bf16|bfloat16|fp16|fp32)(?=$|[-_.])")
 MEGATRON = re.compile(r"(?i)(?:torch[-_]?dist|[-_](?:dist|mcore|megatron))$|^iter_\d+$|^release$")
-"""Last part of the path of a checkpoint of Megatron."""
+"""Last part of the path of a Megatron checkpoint."""
 SUFFIX = re.compile(r"(?i)[-_.]+(?:torch[-_]?dist|dist|mcore|megatron|slime|hf|bf16|fp8|int4|nvfp4|mxfp4|mxfp8)$")
 EXPERTS = re.compile(r"(?i)\d+B-A\d+(?:\.\d+)?B")
-"""Sizes in the name of a mixture of experts: of the whole, and of what is active."""
+"""Sizes in the name of a mixture of experts: total and active parameters."""
 PUSHED = ("fp8",)
-"""Quantizations that pushes of weights can make."""
+"""Quantizations that weight pushes support."""
 CHECKPOINTS = {"algorithm.opd_teacher_load": "opd_teacher_load", "algorithm.critic_load": "critic_load"}
 
 
@@ -48,12 +48,12 @@ def last_part(path: str) -> str:
 
 
 def is_megatron(path: str) -> bool:
-    """Whether a path names a checkpoint of Megatron, by its last part."""
+    """Whether a path is a Megatron checkpoint, by its last part."""
     return MEGATRON.search(last_part(path)) is not None
 
 
 def scheme_of(path: str) -> str:
-    """Return the quantization of a model's folder, by its name; empty for none.
+    """Return the quantization of a model's folder, by its name, or an empty string.
 
     >>> scheme_of("/root/Qwen3-30B-A3B-FP8/"), scheme_of("/root/DeepSeek-R1"), scheme_of("/root/DeepSeek-R1-bf16")
     ('fp8', 'fp8', '')
@@ -65,7 +65,7 @@ def scheme_of(path: str) -> str:
 
 
 def model_name(path: str) -> str:
-    """Return the name of the model that a folder holds in some format.
+    """Return the name of the model in a folder, in any format.
 
     >>> model_name("/a/Qwen3-4B_torch_dist/") == model_name("/b/Qwen3-4B")
     True
@@ -83,10 +83,10 @@ def has_experts(conversion: Conversion) -> bool:
 
 
 def settle_weights(conversion: Conversion) -> None:
-    """Decide which weights are trained, which engines load, and which are the reference.
+    """Decide which weights are trained, which the engines load, and which are the reference.
 
-    slime trains what `--load` holds, or else `--ref-load`. `--hf-checkpoint` is the tokenizer and what engines begin
-    with; it may be quantized.
+    slime trains the weights of `--load`, or else of `--ref-load`. `--hf-checkpoint` is the tokenizer and what engines
+    load first. It may be quantized.
     """
     folder, start = _path(conversion, "hf_checkpoint"), _start(conversion)
     scheme = scheme_of(folder)
@@ -101,19 +101,19 @@ def settle_weights(conversion: Conversion) -> None:
 
 
 def _path(conversion: Conversion, name: str) -> str:
-    """The path of a flag, with what is not known of it left out."""
+    """The path of a flag, without its unknown parts."""
     flag = conversion.flags.get(name)
     return flag.values[0].text if flag is not None and flag.values else ""
 
 
 def _start(conversion: Conversion) -> str:
-    """The checkpoint that training starts from. `--load` that is `--save` only resumes a run that is there."""
+    """The checkpoint that training starts from. If `--load` equals `--save`, it only resumes an existing run."""
     load, save = _path(conversion, "load").rstrip("/"), _path(conversion, "save").rstrip("/")
     return load if load and load != save else _path(conversion, "ref_load")
 
 
 def _settle_engine(conversion: Conversion, folder: str, scheme: str) -> None:
-    """Give engines the quantized folder, if weights can be pushed in its form."""
+    """Give engines the quantized folder, if weights can be pushed in its format."""
     flag = conversion.flags["hf_checkpoint"]
     if scheme not in PUSHED:
         reason = (f"holds {scheme} weights, which cannot be pushed to engines. Leave engine.load out to sample in "
@@ -121,13 +121,13 @@ def _settle_engine(conversion: Conversion, folder: str, scheme: str) -> None:
         conversion.omit(flag, reason, by_hand=True)
     elif flag.problem:
         conversion.unlist("hf_checkpoint")
-        conversion.omit(flag, f"{flag.problem}; set engine.load by hand", by_hand=True)
+        conversion.omit(flag, f"{flag.problem}. Set engine.load by hand", by_hand=True)
     else:
         conversion.put("engine.load", folder, "hf_checkpoint")
 
 
 def _settle_model(conversion: Conversion, folder: str, start: str, scheme: str) -> None:
-    """Train the checkpoint that slime starts from in place of `--hf-checkpoint`."""
+    """Train the checkpoint that slime starts from instead of `--hf-checkpoint`."""
     name = "load" if start == _path(conversion, "load").rstrip("/") else "ref_load"
     flag = conversion.flags[name]
     is_folder = not is_megatron(start) and (
@@ -145,7 +145,7 @@ def _settle_model(conversion: Conversion, folder: str, start: str, scheme: str) 
 
 
 def _settle_reference(conversion: Conversion, folder: str, start: str) -> None:
-    """Name the reference only where it is not the model that the run starts from."""
+    """Set the reference only if it is not the model that the run starts from."""
     reference = _path(conversion, "ref_load")
     has_divergence = conversion.switch("use_kl_loss") and conversion.real("kl_loss_coef", 0.0) > 0
     if model_name(reference) == model_name(start):
@@ -157,7 +157,7 @@ def _settle_reference(conversion: Conversion, folder: str, start: str) -> None:
 
 
 def _ask_to_convert(conversion: Conversion, key: str, name: str) -> None:
-    """List a checkpoint of Megatron among what the user sets."""
+    """Add a Megatron checkpoint to the settings that the user must set."""
     conversion.drop(key)
     path = _path(conversion, name)
     reason = f"is a checkpoint of Megatron. Set {key} to what `slimectl convert {path} DIR` makes"
@@ -165,7 +165,7 @@ def _ask_to_convert(conversion: Conversion, key: str, name: str) -> None:
 
 
 def unlisted(conversion: Conversion, flag: Flag) -> None:
-    """Hand `--sglang-NAME` to SGLang; list any other flag."""
+    """Pass `--sglang-NAME` on to SGLang, and list any other flag."""
     name = canonical(flag.name)
     if not name.startswith("sglang_"):
         keys = f"Set custom.{name} if a function of yours reads it, or megatron.args.{name} if megatron-core does"
@@ -175,7 +175,7 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
 
 
 def settle(conversion: Conversion) -> None:
-    """Join what slime decides by several flags together."""
+    """Set what depends on several of slime's flags together."""
     values, program = conversion.values, stem(conversion.text("launcher"))
     if program in EVALUATIONS:
         place = conversion.flags["launcher"].place
@@ -201,7 +201,7 @@ def settle(conversion: Conversion) -> None:
 
 
 def _drop_sampling(conversion: Conversion) -> None:
-    """Drop what engines need, as supervised training never samples."""
+    """Drop the settings of engines, because supervised training never samples."""
     for key in [key for key in conversion.values if key.startswith(("engine.", "sglang."))]:
         if conversion.sources[key].startswith("--"):
             conversion.take_back(key, "supervised training never samples")
@@ -210,7 +210,7 @@ def _drop_sampling(conversion: Conversion) -> None:
 
 
 def _settle_tracking(conversion: Conversion) -> None:
-    """Name the run and its trackers."""
+    """Set the name of the run and its trackers."""
     values = conversion.values
     if conversion.switch("use_wandb") and conversion.switch("use_tensorboard"):
         conversion.put("track.with", ["stdout", "wandb", "tensorboard"], "use_wandb", "use_tensorboard")
@@ -250,7 +250,7 @@ def _settle_algorithm(conversion: Conversion) -> None:
 def _settle_clip(conversion: Conversion) -> None:
     """Set the upper bound of the ratio to the lower one, as slime does without `--eps-clip-high`.
 
-    Algorithms here have bounds of their own.
+    Algorithms here have their own bounds.
     """
     name = conversion.values.get("algorithm.name", DEFAULT_ALGORITHM)
     field = ALGORITHMS[name].model_fields.get("eps_clip_high")
@@ -262,9 +262,9 @@ def _settle_clip(conversion: Conversion) -> None:
 
 
 def _settle_training(conversion: Conversion) -> None:
-    """Settle rounds and sizes, and the trainer's own defaults."""
+    """Set rounds and sizes, and the trainer's own defaults."""
     _settle_trainer(conversion)
-    if conversion.switch("use_lora"):  # adapters have a rate and a decay of their own
+    if conversion.switch("use_lora"):  # adapters have their own learning rate and weight decay
         if rate := next((name for name in ("lora_learning_rate", "lr") if name in conversion.flags), ""):
             conversion.put_known("train.lr", conversion.text(rate), rate)
         conversion.put("train.weight_decay", conversion.text("lora_weight_decay", "0.0"), "lora_weight_decay")
@@ -328,7 +328,7 @@ def _settle_placement(conversion: Conversion) -> None:
 
 
 def _settle_functions(conversion: Conversion) -> None:
-    """Replace functions of slime by what slimectl has in their place."""
+    """Replace functions of slime by slimectl's counterparts."""
     function = conversion.text("rollout_function_path").replace(":", ".")
     if "fully_async" in function:
         conversion.take_back("rollout.function_path", "run.async_level keeps rounds in progress")
@@ -352,13 +352,15 @@ def _ask_for_functions(conversion: Conversion) -> None:
             if module.startswith("slime.") and name not in STAND_INS.get(module, {}):
                 source = conversion.sources[key]
                 conversion.drop(key)
-                reason = f"slimectl has no stand-in for it. Set {key} to it beside slime, or to a function of yours"
+                reason = (
+                    f"slimectl has no stand-in for it. Set {key} to it with slime installed, or to a function of yours"
+                )
                 conversion.omissions.append(Omission(source, "", reason, by_hand=True))
                 break
 
 
 def _settle_distillation(conversion: Conversion) -> None:
-    """Ask the teacher's server directly, where a reward function of slime's distillation example would."""
+    """Ask the teacher's server directly, instead of by a reward function of slime's distillation example."""
     url = conversion.text("rm_url")
     if not url or "on_policy_distillation" not in conversion.text("custom_rm_path"):
         return

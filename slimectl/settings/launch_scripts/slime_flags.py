@@ -1,6 +1,6 @@
-"""The table of slime's flags, with the setting that each becomes or the reason why there is none.
+"""The table of slime's flags, with the setting for each, or the reason why it has none.
 
-Hooks that were written for slime read the settings by this table, too: as `args.rollout_temperature`.
+Hooks that were written for slime also read the settings through this table, for example `args.rollout_temperature`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from slimectl.settings.launch_scripts.values import (
 
 GENERATE = "slime.rollout.sglang_rollout.generate_rollout"
 SFT = "slime.rollout.sft_rollout.generate_rollout"
-CHECKPOINT = "resume a run with `slimectl run --resume runs/NAME`; set model.path to start from other weights"
+CHECKPOINT = "resume a run with `slimectl run --resume runs/NAME`. Set model.path to start from other weights"
 DUMPS = "replay a saved step with `slimectl train SAMPLES`"
 DEEPGEMM = "matrix products use torch kernels; train.dtype sets their precision"
 CI = "a self-test of slime; `slimectl doctor` tests this program"
-OWNED = "slimectl starts the engines and sets this itself; see docs/clusters.md"
+OWNED = "slimectl starts the engines and sets this itself. See docs/clusters.md"
 
 LAUNCH = (
     Row("train-backend", "train.backend", default="megatron"),
@@ -88,7 +88,7 @@ TRAINING = (
     Row("save-lora lora-save-merged-hf", text="checkpoints hold the adapter; `slimectl convert` merges it"),
     Row("lora-dropout", text="LoRA has no dropout here"),
     Row("freeze-indexer", text="set train.freeze_params_name_list to the names of the indexer"),
-    Row("allgather-cp", text="there is one form of context parallelism; see docs/megatron.md"),
+    Row("allgather-cp", text="there is one form of context parallelism. See docs/megatron.md"),
     Row("gradient-checkpointing", "train.gradient_checkpointing", convert=on),
     Row("true-on-policy-mode", text="the closest is float32 in train.dtype and engine.dtype"),
     Row("log-model-config", text="`slimectl plan -c FILE` prints the shape of the model"),
@@ -97,7 +97,7 @@ TRAINING = (
     Row("fsdp-cpu-offload", "train.offload", convert=Always("parameters")),
     Row("fsdp-cpu-backend attn-implementation fsdp-state-dict-cpu-offload", text="train.device decides these"),
     Row("qkv-format", text="sequences are packed without padding (thd)"),
-    Row("int4-params-rollout", text="weights are never pushed as int4; use engine.dtype, or fp8 by engine.load"),
+    Row("int4-params-rollout", text="weights are never pushed as int4. Use engine.dtype, or fp8 by engine.load"),
     Row("delta-compression delta-dtype delta-full-interval", text="see sync.update_weight_delta_encoding"),
     Row("fp16", text="train.dtype is bfloat16 or float32"),
 )  # fmt: skip
@@ -125,7 +125,7 @@ ROLLOUT = (
     Row("rollout-data-postprocess-path", "rollout.data_postprocess_path", convert=function_path),
     Row("rollout-data-transport", text="the executor sends samples to the ranks"),
     Row("rollout-external-engine-addrs", "engine.url", "HOST:PORT becomes http://HOST:PORT", addresses),
-    Row("flush-cache-interval", text="engines flush their cache at every weight update; see sync.pause_mode"),
+    Row("flush-cache-interval", text="engines flush their cache at every weight update. See sync.pause_mode"),
     Row("buffer-sort-by-staleness", text="unfinished responses resume in the order of their prompts"),
     Row("rollout-data-dir rollout-storage-profile rollout-storage-declaration rollout-queue-NAME "
         "rollout-io-concurrency rollout-session-id rollout-cleanup-timeout",

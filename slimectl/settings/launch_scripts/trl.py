@@ -1,4 +1,4 @@
-"""Joins what TRL decides by several arguments together, and by its defaults, into settings."""
+"""Sets what depends on several of TRL's arguments together, and on its defaults."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEFAULTS: Mapping[str, Defaults] = {
             "response_length": ("rollout.max_response_len", 53), "temperature": ("rollout.temperature", 0.7),
             "num_generations": ("rollout.n_samples_per_prompt", 1)},
 }  # fmt: skip
-"""Defaults of each trainer by argument: TRL 1.16.0, of ppo 0.24.0."""
+"""Defaults of each trainer by argument: TRL 1.16.0, for ppo 0.24.0."""
 ASYNCHRONOUS: Defaults = {
     "lr_scheduler_type": ("train.lr_decay_style", "constant"),
     "max_completion_length": ("rollout.max_response_len", 2048),
@@ -43,8 +43,8 @@ ASYNCHRONOUS: Defaults = {
     "use_vllm": ("engine.backend", "vllm"),
     "vllm_server_base_url": ("engine.url", ["http://localhost:8000"]),
 }
-"""Defaults of AsyncGRPOConfig where they differ from those of GRPOConfig."""
-CUT = "TRL cuts rows that are longer than max_length. slimectl leaves them out and counts them"
+"""Defaults of AsyncGRPOConfig that differ from GRPOConfig's."""
+CUT = "TRL truncates rows that are longer than max_length. slimectl skips and counts them"
 LISTED: Mapping[str, Mapping[str, str]] = {
     "sft": {
         "assistant_only_loss": "TRL trains on every turn of a chat. slimectl trains on the turns of the assistant only",
@@ -53,13 +53,13 @@ LISTED: Mapping[str, Mapping[str, str]] = {
     "dpo": {"truncation_mode": CUT},
     "ppo": {"num_ppo_epochs": "TRL trains on every round 4 times, slimectl once"},
 }
-"""Defaults of each trainer that settings cannot have."""
+"""Defaults of each trainer that settings cannot express."""
 ADAPTERS = {"LoraConfig": (8, 8), "get_peft_model": (16, 16)}
-"""Rank and alpha without arguments, of peft and of Unsloth; those of TRL's ModelConfig are 16 and 32."""
+"""Default rank and alpha of peft and of Unsloth. TRL's ModelConfig has 16 and 32."""
 
 
 def unlisted(conversion: Conversion, flag: Any) -> None:
-    """List an argument without a row; ask for the values of a table that only the program has."""
+    """List an argument without a row. Ask for the values of a table that only the program has."""
     if flag.name == "**":
         conversion.omit(flag, "is a table that the program makes. Set its values by hand", by_hand=True)
         return
@@ -67,7 +67,7 @@ def unlisted(conversion: Conversion, flag: Any) -> None:
 
 
 def settle(conversion: Conversion) -> None:
-    """Join what TRL decides by several arguments together."""
+    """Set what depends on several of TRL's arguments together."""
     name, is_named = settle_algorithm(conversion)
     settle_loss(conversion, name)
     _settle_engine(conversion, name)
@@ -90,7 +90,7 @@ def settle(conversion: Conversion) -> None:
 
 
 def _settle_engine(conversion: Conversion, name: str) -> None:
-    """Engines of vLLM on the trainer's GPUs or elsewhere, and the correction for their probabilities."""
+    """Engines of vLLM on the trainer's GPUs or elsewhere, and the mismatch correction."""
     if name in ROWS:
         conversion.settled |= {"rollout.shuffle", "engine.dtype"}
         if conversion.text("train_sampling_strategy") != "sequential":
@@ -119,7 +119,7 @@ def _settle_engine(conversion: Conversion, name: str) -> None:
 
 
 def _settle_correction(conversion: Conversion) -> None:
-    """With vLLM, TRL corrects for its probabilities unless it is told not to."""
+    """With vLLM, TRL applies the mismatch correction by default."""
     switch = "vllm_importance_sampling_correction"
     if switch in conversion.flags and not conversion.switch(switch):
         return
@@ -132,7 +132,7 @@ def _settle_correction(conversion: Conversion) -> None:
 
 
 def _settle_sizes(conversion: Conversion, name: str) -> int:
-    """Set samples of a step: processes x per_device_train_batch_size x gradient_accumulation_steps there.
+    """Set samples of a step: processes x per_device_train_batch_size x gradient_accumulation_steps in TRL.
 
     Return the number of steps of a round.
     """
@@ -148,7 +148,7 @@ def _settle_sizes(conversion: Conversion, name: str) -> int:
     source = [*names, *([processes] if processes else [])] or [sizes[0]]
     conversion.put("train.global_batch_size", samples, *source)
     if not processes and names:
-        reason = f"is multiplied by the processes, which this file does not tell; {samples} is that of one process"
+        reason = f"is multiplied by the number of processes, which is not in this file. {samples} is for one process"
         conversion.omit(conversion.flags[names[0]], f"{reason}: set train.global_batch_size by hand", by_hand=True)
     if name in ROWS:
         conversion.take_back("run.rollout_batch_size", f"rows are read, not sampled, by {name}")
@@ -160,18 +160,20 @@ def _settle_sizes(conversion: Conversion, name: str) -> int:
     if batch % group == 0:
         conversion.put("run.rollout_batch_size", batch // group, *source, *(i for i in sized if i in conversion.flags))
     else:
-        reason = f"{batch} samples of a round are no multiple of {group} responses; set run.rollout_batch_size by hand"
+        reason = (
+            f"{batch} samples per round are not a multiple of {group} responses. Set run.rollout_batch_size by hand"
+        )
         place = str(conversion.flags["num_generations"].place) if "num_generations" in conversion.flags else ""
         conversion.omissions.append(Omission("num_generations", place, reason, by_hand=True))
     return max(1, batch // samples)
 
 
 def _settle_intervals(conversion: Conversion, steps: int) -> None:
-    """Steps of TRL as rounds, which have `steps` of them."""
+    """Convert TRL's steps to rounds of `steps` steps."""
     rounds = conversion.number("max_steps", -1)
     if rounds > 0:
         conversion.put("run.num_rollout", max(1, rounds // steps), "max_steps")
-        conversion.take_back("run.num_epoch", "max_steps goes before it")
+        conversion.take_back("run.num_epoch", "max_steps overrides it")
     for argument, key in (("save_steps", "run.save_interval"), ("eval_steps", "eval.interval")):
         interval = conversion.real(argument, 500.0 if argument == "save_steps" else 0.0)
         name = "save_strategy" if argument == "save_steps" else "eval_strategy"
@@ -184,14 +186,14 @@ def _settle_intervals(conversion: Conversion, steps: int) -> None:
             continue
         if strategy == "epoch" or 0 < interval < 1:
             shown = argument if argument in conversion.flags else argument.replace("steps", "strategy")
-            conversion.omit(conversion.flags[shown], f"is in parts of an epoch there; set {key} by hand", by_hand=True)
+            conversion.omit(conversion.flags[shown], f"is in parts of an epoch there. Set {key} by hand", by_hand=True)
         elif interval >= 1:
             conversion.put(key, max(1, int(interval) // steps), argument)
     held_out = [key for key in conversion.values if key.startswith("eval.data.")]
     strategies = (conversion.text("eval_strategy"), conversion.text("evaluation_strategy"))
     if "eval.interval" not in conversion.values and "epoch" not in strategies:
         for key in held_out:
-            conversion.take_back(key, "is not evaluated on there, as eval_strategy is no")
+            conversion.take_back(key, "is not used for evaluation there, as eval_strategy is no")
     elif held_out and conversion.flags.keys() & SAMPLING:
         group = conversion.values.get("rollout.n_samples_per_prompt", 8)
         conversion.put_default("num_generations_eval", "eval.n_samples_per_prompt", int(group))
@@ -200,7 +202,7 @@ def _settle_intervals(conversion: Conversion, steps: int) -> None:
 
 
 def _settle_schedule(conversion: Conversion) -> None:
-    """Warm-up and final learning rate, which may be shares there."""
+    """Warm-up and final learning rate, which may be fractions in TRL."""
     share = conversion.values.pop("train.lr_warmup_iters", None)
     argument = "warmup_ratio" if conversion.real("warmup_ratio", 0.0) else "warmup_steps"
     share = conversion.converted(argument) if share is not None else None
@@ -219,7 +221,7 @@ def _settle_schedule(conversion: Conversion) -> None:
 
 
 RANKS = ("lora_r", "lora_rank", "peft_config.r")
-"""Arguments that name the rank of adapters."""
+"""Arguments that give the rank of adapters."""
 
 
 def _settle_adapter(conversion: Conversion) -> None:
@@ -228,7 +230,7 @@ def _settle_adapter(conversion: Conversion) -> None:
     of_table = any(name.startswith("peft_config.") for name in conversion.flags)
     has_no_rank = any(conversion.number(name, 1) <= 0 for name in RANKS)
     if has_no_rank or not (conversion.switch("use_peft") or of_table or "lora_rank" in conversion.flags):
-        reason = "a rank of 0 is no adapter" if has_no_rank else "has no effect there without use_peft"
+        reason = "a rank of 0 means no adapter" if has_no_rank else "has no effect there without use_peft"
         for key in [key for key in values if key.startswith("train.lora_")]:
             conversion.take_back(key, reason)
         return
@@ -257,14 +259,14 @@ def _settle_processes(conversion: Conversion) -> None:
     """Machines and precision."""
     machines = max(conversion.number("num_machines", 1), conversion.number("nnodes", 1))
     if machines > 1 and "num_processes" in conversion.flags:
-        gpus = max(1, conversion.number("num_processes", machines) // machines)  # those of all machines there
+        gpus = max(1, conversion.number("num_processes", machines) // machines)  # TRL counts GPUs of all machines
         conversion.put_known("cluster.actor_num_gpus_per_node", gpus, "num_processes", "num_machines")
     names = ("dtype", "torch_dtype", "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype")
     dtype = next((conversion.text(name) for name in names if conversion.text(name)), "")
     if conversion.values.get("train.dtype") == "float32" and dtype.endswith("bfloat16"):
         conversion.put("train.dtype", "bfloat16", "dtype", "torch_dtype", "bf16")
     if conversion.values.get("train.dtype", "bfloat16") == "bfloat16" and "engine.dtype" not in conversion.settled:
-        conversion.put("engine.dtype", "bfloat16", "answers are sampled in the precision of training")
+        conversion.put("engine.dtype", "bfloat16", "responses are sampled in the precision of training")
 
 
 def _settle_names(conversion: Conversion) -> None:

@@ -1,4 +1,4 @@
-"""Finds the algorithm that a file of TRL trains by, and the settings of its loss."""
+"""Finds the training algorithm of a TRL file, and the settings of its loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TELLING = {
     "reward_model": "center_rewards_coefficient",
     "ppo": "num_ppo_epochs cliprange cliprange_value vf_coef",
 }
-"""Arguments that one trainer alone has, where neither a class nor a program names it."""
+"""Arguments of a single trainer, for files without a class or program that shows the algorithm."""
 SAMPLING = {"num_generations", "reward_funcs", "max_completion_length", "reward_weights", "use_vllm"}
 """Arguments of the trainers that sample, which are GRPO and RLOO."""
 LOSSES = {
@@ -34,14 +34,14 @@ SERVED_LOSSES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "nll", "chu
 
 
 def class_of(conversion: Conversion) -> str:
-    """The class of the configuration; empty where none is named."""
+    """The class of the configuration, or an empty string if there is none."""
     return conversion.text("configuration").replace("Trainer", "Config")
 
 
 def settle_algorithm(conversion: Conversion) -> tuple[str, bool]:
-    """Set the algorithm that a class, a subcommand, a script, or else an argument names.
+    """Set the algorithm according to a class, a subcommand, a script, or else an argument.
 
-    Return it, and whether it is named; if not, it is grpo.
+    Return it, and whether the file determines it. If not, it is grpo.
     """
     name, source = own_algorithm(conversion.text("configuration")), "configuration"
     if not name:
@@ -61,7 +61,7 @@ def settle_algorithm(conversion: Conversion) -> tuple[str, bool]:
 
 
 def _told(conversion: Conversion) -> tuple[str, str]:
-    """The algorithm that arguments of one trainer alone tell, and the argument; empty if there is none, or several."""
+    """The algorithm that single-trainer arguments imply, and the argument. Empty if there is none, or several."""
     sources = {
         name: argument for name, row in TELLING.items() for argument in row.split() if argument in conversion.flags
     }
@@ -71,10 +71,10 @@ def _told(conversion: Conversion) -> tuple[str, str]:
 
 
 def require_algorithm(conversion: Conversion) -> None:
-    """Ask for the algorithm before all else where the file does not name it."""
+    """List the algorithm first among the settings to set, if the file does not determine it."""
     is_sampled = conversion.flags.keys() & SAMPLING
     candidates = "grpo (as written here) or rloo" if is_sampled else "sft, dpo, reward_model, grpo or rloo"
-    reason = f"no class and no program in this file names it. Set it by hand: {candidates}"
+    reason = f"no class and no program in this file determines it. Set it by hand: {candidates}"
     conversion.omissions.insert(0, Omission("algorithm.name", _place(conversion), reason, by_hand=True, first=True))
 
 
@@ -120,12 +120,12 @@ def _settle_scale(conversion: Conversion) -> None:
         conversion.settled.add("algorithm.grpo_std_normalization")
         conversion.put("algorithm.name", "maxrl", "scale_rewards")
     elif scale == "batch":
-        reason = "TRL divides by the deviation of the batch, slimectl by that of the group. Set algorithm.name by hand"
+        reason = "TRL divides by the batch's deviation, slimectl by the group's. Set algorithm.name by hand"
         conversion.omit(conversion.flags["scale_rewards"], reason, by_hand=True)
 
 
 def _settle_cispo(conversion: Conversion) -> None:
-    """CISPO there bounds the ratio itself by epsilon_high, and not from below."""
+    """In TRL, CISPO bounds the ratio itself by epsilon_high, and has no lower bound."""
     bound = conversion.real("epsilon_high", conversion.real("epsilon", 0.2))
     conversion.values.pop("algorithm.eps_clip_high", None)
     conversion.put("algorithm.eps_clip", 1.0, "CISPO there has no lower bound")
@@ -137,7 +137,7 @@ def _settle_cispo(conversion: Conversion) -> None:
 
 
 def _settle_divergence(conversion: Conversion, name: str) -> None:
-    """`beta` is in the loss of grpo, in the reward of rloo, and the strength of the reference of dpo."""
+    """`beta` is the KL coefficient in the loss for grpo, in the reward for rloo, and algorithm.beta for dpo."""
     key = {"dpo": "algorithm.beta", "rloo": "algorithm.kl_coef"}.get(name)
     if key and "algorithm.kl_loss_coef" in conversion.values:
         conversion.put(key, conversion.values.pop("algorithm.kl_loss_coef"), "beta")
@@ -159,14 +159,14 @@ NAMED: dict[str, dict[str, Any]] = {
     "think_format_reward": {"path": "trl.rewards:think_format_reward"},
     "get_soft_overlong_punishment": {"type": "overlong", "limit": 1280, "buffer": 256},
 }
-"""Names that `trl grpo --reward_funcs` takes, and `accuracy` of Open R1, as parts of score.rm."""
+"""Names that `trl grpo --reward_funcs` accepts, and `accuracy` of Open R1, as parts of score.rm."""
 FUNCTIONS = ("reward_funcs", "trainer.reward_funcs")
 MODELS = ("reward_model_name_or_path", "reward_model_path")
-UNNAMED = "this file names no reward. Set score.rm_type, or score.custom_rm_path = FILE.py:NAME (docs/verifiers.md)"
+UNNAMED = "this file has no reward. Set score.rm_type, or score.custom_rm_path = FILE.py:NAME (docs/verifiers.md)"
 
 
 def settle_rewards(conversion: Conversion) -> None:
-    """Set the reward, or ask for it before all else."""
+    """Set the reward, or list it first among the settings to set."""
     parts: list[dict[str, Any]] = []
     unknown: list[str] = []
     sources = [name for name in (*FUNCTIONS, *MODELS) if name in conversion.flags]
@@ -184,7 +184,7 @@ def settle_rewards(conversion: Conversion) -> None:
     if unknown or not parts:
         shown = str(conversion.flags[sources[0]]) if sources else "score"
         reason = "; ".join(dict.fromkeys(unknown))
-        beside = f" (beside score.rm = {inline(parts)})" if parts else ""
+        beside = f" (in addition to score.rm = {inline(parts)})" if parts else ""
         reason = f"{reason}. Set score.custom_rm_path or score.rm by hand{beside}" if reason else UNNAMED
         conversion.omissions.insert(0, Omission(shown, place, reason, by_hand=True, first=True))
     else:
@@ -212,7 +212,7 @@ def _put(conversion: Conversion, parts: list[dict[str, Any]], sources: list[str]
 
 
 def _weights(conversion: Conversion, count: int) -> list[float]:
-    """Weights of the parts; 1 each where they are not given, or do not fit, which is listed."""
+    """Weights of the parts. Each is 1 if they are missing, or do not fit, which is listed."""
     flag = conversion.flags.get("reward_weights")
     if flag is None:
         return [1.0] * count
@@ -221,14 +221,14 @@ def _weights(conversion: Conversion, count: int) -> list[float]:
     except ValueError:
         weights = []
     if flag.problem or len(weights) != count:
-        conversion.omit(flag, f"is not one number for each of {count} rewards; set score.rm by hand", by_hand=True)
+        conversion.omit(flag, f"is not one number for each of {count} rewards. Set score.rm by hand", by_hand=True)
         return [1.0] * count
     conversion.unlist("reward_weights")
     return weights
 
 
 def _part(text: str) -> dict[str, Any] | None:
-    """A reward as a part of score.rm: by name, by path, or a reward model; None for a name of another program."""
+    """A reward as a part of score.rm: by name, by path, or a reward model. None for a name of another program."""
     name = text.removeprefix("trl.rewards:").removeprefix("trl.rewards.")
     if name in NAMED:
         return NAMED[name]

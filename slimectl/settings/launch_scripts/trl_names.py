@@ -1,4 +1,4 @@
-"""TRL's arguments, as its YAML files, commands and Python configurations have them, and their settings."""
+"""The table of TRL's arguments in YAML files, commands and Python configurations, with their settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MODEL = (
     Row("lora_r lora_rank peft_config.r", "train.lora_rank", "0 turns it off", positive),
     Row("lora_alpha peft_config.lora_alpha", "train.lora_alpha", "times the root of the rank with use_rslora", number),
     Row("lora_target_modules peft_config.target_modules", "train.lora_targets",
-        "all-linear is the default here; q_proj and v_proj there where it is not given",
+        "all-linear is the default here. Without it, TRL uses q_proj and v_proj",
         layers),
     Row("lora_dropout lora_bias lora_task_type lora_modules_to_save use_rslora lora_use_rslora use_dora "
         "lora_use_dora trainer.peft_config peft_config peft_config.NAME lora_inference_mode lora_target_parameters "
@@ -99,7 +99,7 @@ ALGORITHM = (
         lambda flag: own_algorithm(flag.text) or flag.text),
     Row("trainer.dataset_changes", neutral=OFF, text="the program changes the rows. "
         "Save the rows that it makes as a file, and set rollout.data to that file"),
-    Row("trainer.class", text="is a trainer of your own: set what it overrides by hand", neutral=""),
+    Row("trainer.class", text="is a trainer of your own. Set what it overrides by hand", neutral=""),
     Row("beta", "algorithm.kl_loss_coef", "of dpo algorithm.beta, of rloo algorithm.kl_coef", number),
     Row("kl_coef", "algorithm.kl_coef", "of ppo"),
     Row("cliprange", "algorithm.eps_clip", "of ppo"),
@@ -145,7 +145,7 @@ ALGORITHM = (
     Row("reward_weights", text="give weights in score.rm: [{path = 'FILE.py:NAME', weight = …}, …]"),
     Row("reward_model_name_or_path reward_model_path", "score.rm_options.path", "with score.rm_type = reward_model"),
     Row("trainer.reward_processing_classes trainer.reward_model trainer.value_model trainer.ref_model", text=LOADING),
-    Row("max_length max_seq_length", "rollout.max_context_len", "longer rows are left out here and cut there", integer),
+    Row("max_length max_seq_length", "rollout.max_context_len", "rows above it are skipped here, cut there", integer),
     Row("packing packing_strategy eval_packing padding_free assistant_only_loss completion_only_loss eos_token "
         "truncation_mode", text="demonstrations are packed, and only turns of the assistant are trained on"),
 )  # fmt: skip
@@ -197,7 +197,7 @@ RUNNING = (
         "load_best_model_at_end metric_for_best_model greater_is_better resume_from_checkpoint overwrite_output_dir "
         "do_train do_eval", text=ENDS),
     Row("eval_steps", "eval.interval", "in rounds here", number),
-    Row("eval_strategy evaluation_strategy", text="eval.interval and eval.before_train say when"),
+    Row("eval_strategy evaluation_strategy", text="set eval.interval and eval.before_train"),
     Row("eval_on_start", "eval.before_train", convert=on, default=False),
     Row("report_to", "track.with", convert=trackers),
     Row("logging_steps logging_first_step logging_strategy logging_dir log_level log_completions log_level_replica "

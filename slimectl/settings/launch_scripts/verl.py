@@ -15,13 +15,13 @@ TABLES = {
     "actor_rollout_ref.rollout.engine_kwargs.sglang.": "sglang.args.",
     "data.apply_chat_template_kwargs.": "rollout.apply_chat_template_kwargs.",
 }
-"""Tables of other programs' arguments, and where they stand here."""
+"""Tables of other programs' arguments, and their place here."""
 FIELDS = (f"{ACTOR}megatron.override_transformer_config.", f"{OPTIM}override_optimizer_config.")
 """Tables of fields of Megatron's configuration classes."""
 
 
 def unlisted(conversion: Conversion, flag: Flag) -> None:
-    """Hand tables of other programs' arguments over; list any other key."""
+    """Pass on tables of other programs' arguments. List any other key."""
     if (table := next((name for name in FIELDS if flag.name.startswith(name)), None)) is not None:
         hand_over(conversion, flag, flag.name.removeprefix(table))
         return
@@ -36,7 +36,7 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
 
 
 def program(conversion: Conversion) -> str:
-    """The program of verl that the command starts, or whose configuration it is: ppo if nothing says another."""
+    """The program of verl that the command starts or that the configuration is for. The default is ppo."""
     launcher = conversion.flags.get("launcher")
     command = " ".join(launcher.texts) if launcher else ""
     if kind := next((kind for kind in ("sft", "fully_async", "one_step_off") if kind in command), ""):
@@ -50,7 +50,7 @@ def program(conversion: Conversion) -> str:
 
 
 def settle(conversion: Conversion) -> None:
-    """Join what verl decides by several keys together."""
+    """Set what depends on several of verl's keys together."""
     kind = program(conversion)
     conversion.put("train.dtype", "bfloat16", "verl computes in bfloat16")
     _settle_optimizer(conversion, kind)
@@ -69,7 +69,7 @@ def settle(conversion: Conversion) -> None:
     if mode is not None:
         conversion.values.pop("run.async_level", None)
         if mode.problem or mode.text != "sync":
-            conversion.omit(mode, "it samples ahead; set run.async_level and cluster.colocate by hand", by_hand=True)
+            conversion.omit(mode, "it samples ahead. Set run.async_level and cluster.colocate by hand", by_hand=True)
     if kind == "fully_async":
         _settle_asynchronous(conversion)
     elif kind == "one_step_off":
@@ -85,7 +85,7 @@ def _settle_run(conversion: Conversion) -> None:
     """Settings of the run: its length, its folder, its checkpoints and trackers."""
     values = conversion.values
     if "run.num_rollout" in values:
-        conversion.take_back("run.num_epoch", "trainer.total_training_steps goes before it")
+        conversion.take_back("run.num_epoch", "trainer.total_training_steps overrides it")
     if conversion.text("trainer.total_training_steps", "null") not in ("null", "none", "None"):
         conversion.settled.add("run.num_epoch")
     if "run.save_interval" in values and "run.keep_checkpoints" not in values:
@@ -102,7 +102,7 @@ def _settle_run(conversion: Conversion) -> None:
 
 
 def _settle_optimizer(conversion: Conversion, kind: str) -> None:
-    """Settings of AdamW. The supervised trainers have defaults of their own, fsdp_sft_trainer others than its heir."""
+    """Settings of AdamW. The supervised trainers have other defaults, and fsdp_sft_trainer has its own."""
     is_first_version = "fsdp_sft_trainer" in conversion.text("launcher")
     if kind == "sft":
         conversion.program_defaults |= {f"{OPTIM}lr": 1e-5 if is_first_version else 1e-3, f"{ROLLOUT}seed": 1,
@@ -141,7 +141,7 @@ def _settle_sft(conversion: Conversion) -> None:
 
 
 def _settle_loss(conversion: Conversion) -> None:
-    """The sum over tokens, its bounds and its divergences."""
+    """The reduction over tokens, its bounds and its divergences."""
     conversion.put_switched("algorithm.kl_loss_coef", f"{ACTOR}use_kl_loss", f"{ACTOR}kl_loss_coef", "0.001")
     conversion.put_switched("algorithm.kl_coef", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "0.001")
     values = conversion.values
@@ -165,7 +165,7 @@ def _settle_loss(conversion: Conversion) -> None:
 
 
 def _settle_teacher(conversion: Conversion) -> None:
-    """Distillation from a teacher is an algorithm of its own here."""
+    """Distillation from a teacher is a separate algorithm here."""
     if not conversion.switch("distillation.enabled"):
         return
     conversion.put("algorithm.name", "opd", "distillation.enabled")
@@ -179,7 +179,7 @@ def _settle_teacher(conversion: Conversion) -> None:
 
 
 def _settle_evaluation(conversion: Conversion) -> None:
-    """Evaluations do not take the sampling of the training there."""
+    """Evaluations do not use the sampling settings of training in verl."""
     if not any(key.startswith("eval.data.") for key in conversion.values):
         return
     for name, default in (("top_p", 1.0), ("top_k", -1)):
@@ -189,7 +189,7 @@ def _settle_evaluation(conversion: Conversion) -> None:
 
 
 def _settle_algorithm(conversion: Conversion) -> None:
-    """The estimator names the algorithm; a loss of its own (gspo) does where siblings are compared."""
+    """The estimator sets the algorithm. A separate loss (gspo) does if responses are compared within a group."""
     estimator, loss = "algorithm.adv_estimator", f"{ACTOR}policy_loss.loss_mode"
     has_loss = conversion.text(loss, "vanilla") != "vanilla" and conversion.text(estimator) == "grpo"
     if has_loss and (name := conversion.converted(loss)):
@@ -207,7 +207,7 @@ def _settle_sizes(conversion: Conversion) -> None:
 
 
 def _settle_correction(conversion: Conversion) -> None:
-    """Set the level of a correction, which is the value of its switch there."""
+    """Set the level of a correction, which is the value of its switch in verl."""
     for name in ("algorithm.rollout_is", "algorithm.rollout_correction.rollout_is"):
         level = conversion.text(name)
         if level in ("token", "sequence"):
@@ -218,7 +218,7 @@ def _settle_correction(conversion: Conversion) -> None:
 
 
 def _settle_asynchronous(conversion: Conversion) -> None:
-    """The asynchronous trainer counts rounds by its pushes of weights."""
+    """The asynchronous trainer counts rounds by its weight pushes."""
     sizes = {"async_training.trigger_parameter_sync_step": 4, "async_training.require_batches": 1}
     prompts = conversion.number(f"{ACTOR}ppo_mini_batch_size", 256)
     for name, default in sizes.items():
@@ -227,7 +227,7 @@ def _settle_asynchronous(conversion: Conversion) -> None:
     conversion.take_back("rollout.over_sampling_batch_size", "prompts are drawn one by one in any case")
     conversion.put_default("async_training.staleness_threshold", "run.async_level", 1)
     if "run.async_level" in conversion.values:
-        conversion.take_back("rollout.partial_rollout", "answers under way at a push of weights go on by themselves")
+        conversion.take_back("rollout.partial_rollout", "responses in progress always continue after a weight push")
     else:
         conversion.put_default("async_training.partial_rollout", "rollout.partial_rollout", True)
     is_endless = conversion.text("rollout.total_rollout_steps").lower() in ("null", "none")
@@ -235,11 +235,11 @@ def _settle_asynchronous(conversion: Conversion) -> None:
         total = conversion.number("rollout.total_rollout_steps", 100)
         conversion.put("run.num_rollout", max(1, total // prompts), "rollout.total_rollout_steps")
         conversion.settled.add("run.num_epoch")
-        conversion.take_back("run.num_epoch", "rollout.total_rollout_steps goes before it")
+        conversion.take_back("run.num_epoch", "rollout.total_rollout_steps overrides it")
 
 
 def _settle_separate_engines(conversion: Conversion) -> None:
-    """Engines on GPUs of their own, whose log-probabilities the loss takes."""
+    """Engines on their own GPUs. The loss uses their log-probabilities."""
     gpus = conversion.number("rollout.nnodes", 1) * conversion.number("rollout.n_gpus_per_node", 8)
     conversion.put_known("cluster.rollout_num_gpus", gpus, "rollout.nnodes", "rollout.n_gpus_per_node")
     names = ("algorithm.rollout_correction.bypass_mode", "async_training.use_rollout_log_probs",
@@ -287,13 +287,13 @@ LENGTH = ("reward.reward_kwargs.max_resp_len", "reward_model.reward_kwargs.max_r
 
 
 def _given(conversion: Conversion, *names: str) -> Flag | None:
-    """The first of these flags that the script gives a value."""
+    """The first of these flags that has a value in the script."""
     flags = (conversion.flags.get(name) for name in names)
     return next((flag for flag in flags if flag and (flag.problem or flag.text.lower() not in ("null", "none"))), None)
 
 
 def settle_reward(conversion: Conversion) -> None:
-    """Name the reward; what only the user can know is listed first."""
+    """Set the reward. A reward that only the user can know is listed first."""
     path = _given(conversion, *(f"{prefix}path" for prefix in FUNCTION))
     name = _given(conversion, *(f"{prefix}name" for prefix in FUNCTION))
     manager = _given(conversion, *MANAGER)
@@ -302,10 +302,10 @@ def settle_reward(conversion: Conversion) -> None:
     conversion.unlist(*MANAGER)
     if module := _given(conversion, *OWN_MANAGER):
         conversion.unlist(module.name)
-        conversion.omit(module, "a reward manager of your own; write it as score.custom_rm_path", first=True)
+        conversion.omit(module, "a reward manager of your own. Write it as score.custom_rm_path", first=True)
     elif manager and shown and (manager.problem or manager.text not in SAME_FUNCTION):
         reason = manager.problem or f"the reward manager {manager.text} calls the function with lists"
-        conversion.omit(shown, f"{reason}; write it as a function of `samples`: score.custom_rm_path", first=True)
+        conversion.omit(shown, f"{reason}. Write it as a function of `samples`: score.custom_rm_path", first=True)
     elif path:
         _take_function(conversion, path, name)
     elif any(conversion.switch(f"{prefix}enable") for prefix in MODEL):
@@ -320,12 +320,12 @@ def settle_reward(conversion: Conversion) -> None:
 
 
 def _take_function(conversion: Conversion, path: Flag, name: Flag | None) -> None:
-    """Set the user's function; one that asks a generative reward model is left to the user."""
+    """Set the user's function. A function that asks a generative reward model is left to the user."""
     problem = path.problem or (name.problem if name else "")
     if problem:
         already = conversion.omissions
         already[:] = [item for item in already if item.flag not in {str(path), str(name)}]
-        conversion.omit(path, f"{problem}; set score.custom_rm_path by hand", first=True)
+        conversion.omit(path, f"{problem}. Set score.custom_rm_path by hand", first=True)
         return
     if switch := next((item for prefix in MODEL if conversion.switch(item := f"{prefix}enable")), None):
         reason = "the function asks a model that verl serves. Start it with `slimectl serve` and pass its URL"
@@ -336,7 +336,7 @@ def _take_function(conversion: Conversion, path: Flag, name: Flag | None) -> Non
 
 
 def _take_model(conversion: Conversion) -> None:
-    """Set a trained reward model; its directory may be left to the user."""
+    """Set a trained reward model. Its directory may be left to the user."""
     if "score.rm_options.path" in conversion.values:
         switch = next(f"{prefix}enable" for prefix in MODEL if conversion.switch(f"{prefix}enable"))
         conversion.put("score.rm_type", "reward_model", switch)
@@ -376,6 +376,6 @@ def _settle_overlong(conversion: Conversion) -> None:
 
 
 PREFIXES = {"optim.": OPTIM, "model.": "actor_rollout_ref.model."}
-"""Tables of the supervised trainers, by those of the others."""
+"""Tables of the supervised trainers, by the matching tables of the others."""
 PROGRAMS = r"main_ppo|sft_trainer|fully_async_main|(^|/)recipe[./].*main_\w+"
 VERL = Dialect("verl", "verl", GROUPS, settle, unlisted, form="hydra", programs=PROGRAMS, aliases=PREFIXES)

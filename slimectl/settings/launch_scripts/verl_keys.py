@@ -1,4 +1,4 @@
-"""The table of verl's keys, as its Hydra command lines and YAML files have them, with the setting that each becomes."""
+"""The table of verl's keys in Hydra command lines and YAML files, with the setting for each."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ DATA = (
     Row("data.shuffle", "rollout.shuffle", convert=on, default=True),
     *namesakes("rollout", "seed image_key", flag="data."),
     Row("data.truncation data.filter_overlong_prompts data.filter_overlong_prompts_workers "
-        "actor_rollout_ref.rollout.prompt_length", text="prompts above rollout.max_prompt_len are left out and counted",
+        "actor_rollout_ref.rollout.prompt_length", text="prompts above rollout.max_prompt_len are skipped and counted",
         default="error"),
     Row("data.reward_fn_key", "score.rm_options.column", "with score.rm_type = by_column"),
     Row("data.return_raw_chat data.return_raw_input_ids data.return_full_prompt data.tokenizer data.use_shm "
@@ -169,7 +169,7 @@ POLICY = (
     Row(f"{ACTOR}policy_loss.NAME {ACTOR}kl_cov_ratio", text="see docs/algorithms.md"),
     Row(f"{ACTOR}profiler.NAME actor_rollout_ref.ref.profiler.NAME actor_rollout_ref.rollout.profiler.NAME "
         "critic.profiler.NAME global_profiler.NAME actor_rollout_ref.profiler.NAME profile.NAME",
-        text="run.profile names rounds to profile"),
+        text="run.profile sets the rounds to profile"),
     Row(f"{ACTOR}checkpoint.NAME", text="a checkpoint has all that a run needs to resume"),
     Row("actor_rollout_ref.ref.sync_ref_model", neutral=OFF,
         text="set algorithm.ref_update_interval to renew the reference; it is not mixed"),
@@ -181,7 +181,7 @@ POLICY = (
                  "rollout.log_prob_max_token_len_per_gpu"), text=MEMORY),
 )  # fmt: skip
 ENGINE = (
-    Row(f"{ROLLOUT}name", "engine.backend", "trtllm is not started here, but vLLM",
+    Row(f"{ROLLOUT}name", "engine.backend", "vLLM replaces trtllm",
         choice("vllm sglang", sglang_async="sglang", trtllm="vllm"), default="vllm"),
     Row(f"{ROLLOUT}n", "rollout.n_samples_per_prompt", default=1),
     *namesakes("rollout", "temperature top_p top_k min_p", flag=ROLLOUT),
@@ -205,7 +205,7 @@ ENGINE = (
     Row(f"{ROLLOUT}mode {ROLLOUT}load_format {ROLLOUT}layered_summon_param {ROLLOUT}disable_log_stats "
         f"{ROLLOUT}free_cache_engine {ROLLOUT}skip_tokenizer_init {ROLLOUT}update_weights_bucket_megabytes "
         f"{ROLLOUT}swap_space {ROLLOUT}do_sample {ROLLOUT}use_fire_sampling",
-        text="engines are servers that receive weights in memory; see cluster.colocate"),
+        text="engines are servers that receive weights in memory. See cluster.colocate"),
     Row(f"{ROLLOUT}seed trainer.seed", "run.seed", default=42),
     Row(f"{ROLLOUT}prometheus.NAME {ROLLOUT}trace.NAME", text="track.prometheus_port serves the run's metrics"),
     Row(f"{ROLLOUT}quantization {ROLLOUT}quantization_config_file {ROLLOUT}checkpoint_engine.NAME "
@@ -252,7 +252,7 @@ ALGORITHM = (
         "LOW_HIGH is also algorithm.rs_clip_low", bounds("algorithm.rs_clip")),
     Row("distillation.enabled", "algorithm.name", "opd, with its first teacher", Always("opd")),
     Row("algorithm.rollout_correction.NAME algorithm.pf_ppo.NAME algorithm.use_pf_ppo distillation.NAME",
-        text="docs/algorithms.md has what there is; algorithm.opd is distillation from a teacher"),
+        text="docs/algorithms.md lists the algorithms; algorithm.opd is distillation from a teacher"),
     Row("algorithm.rollout_is_level", "algorithm.tis_level", convert=choice("token sequence geometric")),
     Row("algorithm.rollout_correction.bypass_mode", "algorithm.use_rollout_logprobs", convert=on),
     *renamed("critic.optim.lr=algorithm.critic_lr critic.model.path=algorithm.critic_load"),
@@ -300,7 +300,7 @@ TRAINER = (
     Row("trainer.save_freq", "run.save_interval", "negative turns it off", positive),
     Row("trainer.test_freq", "eval.interval", "negative turns it off", positive),
     Row("trainer.val_before_train", "eval.before_train", convert=on),
-    Row("trainer.val_only", text="`slimectl eval` evaluates alone"),
+    Row("trainer.val_only", text="use `slimectl evaluate` to only evaluate"),
     Row("trainer.logger", "track.with", "console is stdout; console and wandb there, only stdout here", trackers),
     Row("trainer.default_local_dir", "run.dir", "its last part is run.name"),
     Row("trainer.balance_batch", "train.balance_data", convert=on),
@@ -319,7 +319,7 @@ TRAINER = (
     Row("ray_init.num_cpus ray_kwargs.ray_init.num_cpus ray_kwargs.ray_init.runtime_env "
         "trainer.use_legacy_worker_impl trainer.ray_wait_register_center_timeout trainer.profile_steps "
         "trainer.use_v1 ray_kwargs.NAME ray_init.NAME transfer_queue.NAME hydra.NAME defaults",
-        text="Ray is cluster.executor and cluster.ray_address; run.profile names rounds to profile"),
+        text="Ray is cluster.executor and cluster.ray_address; run.profile sets the rounds to profile"),
 )  # fmt: skip
 GROUPS = {
     "Data": DATA, "Supervised": SUPERVISED,

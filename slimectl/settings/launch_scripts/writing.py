@@ -1,4 +1,4 @@
-"""Writes converted settings as a settings file: each line with its flag, and all other flags as comments."""
+"""Writes converted settings as a settings file. Each line has its flag, and all other flags are comments."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _section(conversion: Conversion, section: str) -> Iterator[str]:
 
 
 def _table(conversion: Conversion, name: str, values: Any, entries: list[str]) -> Iterator[str]:
-    """The lines of a table of a section, such as [sglang.args]; deeper tables stand in one line."""
+    """The lines of a table in a section, such as [sglang.args]. Deeper tables are written inline."""
     yield f"[{name}]"
     for key in dict.fromkeys(entry.removeprefix(f"{name}.").partition(".")[0] for entry in entries):
         first = next(entry for entry in entries if entry.removeprefix(f"{name}.").partition(".")[0] == key)
@@ -104,7 +104,7 @@ def _comments(title: str, entries: Any) -> list[str]:
 
 
 def _one(text: str) -> str:
-    """The text on one line, without characters that TOML refuses in a comment."""
+    """The text on one line, without characters that TOML does not allow in a comment."""
     return "".join(character if character.isprintable() else " " for character in " ".join(text.split()))
 
 

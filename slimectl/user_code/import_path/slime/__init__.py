@@ -1,4 +1,4 @@
-"""The package that `import slime` finds in plain Python where no slime is installed: it installs the stand-ins."""
+"""The package that `import slime` finds in plain Python if no slime is installed. It installs the stand-ins."""
 
 from slimectl.user_code.stand_ins import install_stand_ins
 
