@@ -36,7 +36,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from slimectl.algorithms.losses import SftLoss
 from slimectl.checkpoints.hf import HFCheckpoint, copy_companions
-from slimectl.engines.api_keys import Keys, new_key
+from slimectl.engines.api_keys import ServerKeys, new_key
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.server.launch import serve_server
 from slimectl.engines.sglang.launch import sglang_server
@@ -52,7 +52,7 @@ from slimectl.weight_sync.disk import DiskSync
 from slimectl.weight_sync.distributed import DistributedSync
 from slimectl.weight_sync.memory import TensorSync
 
-KEYS = Keys(admin_api_key=new_key())
+KEYS = ServerKeys(admin_api_key=new_key())
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WARM_UP = 2
 """Rounds that are not counted: a first push writes whole files and touches new memory."""

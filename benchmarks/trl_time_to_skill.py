@@ -98,7 +98,7 @@ def measure_slimectl(task: BenchmarkTask, seed: int, folder: Path) -> SeedResult
 
 def measure_trl(task: BenchmarkTask, seed: int, options: argparse.Namespace, warmup_s: float) -> SeedResult:
     """Train by TRL from the warmed-up weights until an evaluation reaches the target."""
-    from slimectl.runtime.benchmark import Evaluation, SeedResult
+    from slimectl.runtime.benchmark import SeedResult, TimedAccuracy
 
     settings = task.settings({"run.seed": seed, "rollout.seed": seed})
     check_settings(settings)
@@ -119,7 +119,7 @@ def measure_trl(task: BenchmarkTask, seed: int, options: argparse.Namespace, war
                 message, before = json.loads(line), time.process_time()
                 accuracy = held_out_accuracy(task, settings, Path(request["save"]), message["step"])
                 result.evaluation_cpu_s += time.process_time() - before
-                result.evaluations.append(Evaluation(message["step"], accuracy, warmup_s + message["cpu_s"]))
+                result.evaluations.append(TimedAccuracy(message["step"], accuracy, warmup_s + message["cpu_s"]))
                 note("TRL", seed, result.evaluations[-1], message)
                 result.reached = accuracy >= task.target.accuracy
                 if result.reached or message["step"] == request["steps"]:

@@ -12,7 +12,7 @@ import pytest
 import zygote
 from transformers import AutoConfig, AutoTokenizer
 
-from slimectl.engines.api_keys import Keys
+from slimectl.engines.api_keys import ServerKeys
 from slimectl.engines.embedded.detokenizer import Detokenizer
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.http.api import ServerApi
@@ -31,7 +31,7 @@ from slimectl.protocols import NamedTensors
 from slimectl.types import Completion, SamplingParams
 
 CONTEXT = 256
-KEYS = Keys(admin_api_key="admin-key-of-the-tests")
+KEYS = ServerKeys(admin_api_key="admin-key-of-the-tests")
 """Opens the servers that are started here."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from slimectl.agents.chat_request import ChatRequest, RequestRefused
+from slimectl.agents.chat_request import ChatRequest, EndpointError
 from slimectl.data.answers import ParsedAnswer, format_of
 from slimectl.data.growing_text import GrowingText, before_stop, marked_text
 from slimectl.data.token_bytes import TokenBytes
@@ -18,7 +18,7 @@ from slimectl.types import AnyGrammar, Completion, JsonGrammar, TopTokens
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AgentAnswer:
     """Parts of one completion. `call_ids` are the ids of its tool calls. `stop` is the stop string that ended it."""
 
     completion: Completion
@@ -46,7 +46,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class AgentReply:
     """The reply to one request. Its answer is missing while it is being sampled."""
 
     request: ChatRequest
@@ -54,7 +54,7 @@ class Reply:
     created: int
     prompt_tokens: int
     vocabulary: TokenBytes
-    sampled: Answer | None = None
+    sampled: AgentAnswer | None = None
     echo: str = ""
     """Text of the prompt, if the response starts with it."""
     echo_log_probs: Sequence[TokenLogProb] = ()
@@ -64,7 +64,7 @@ class Reply:
         return self.request.identity
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> AgentAnswer:
         assert self.sampled is not None, "it is still being sampled"
         return self.sampled
 
@@ -126,7 +126,7 @@ class AnswerReader:
         """Return the grammar of the answer that a request asks for, or None.
 
         A call is forced only if the model writes calls as JSON objects. Nothing is forced if the template has opened
-        the reasoning. A schema applies to the content, so a forced call takes precedence. Raises RequestRefused or
+        the reasoning. A schema applies to the content, so a forced call takes precedence. Raises EndpointError or
         MessageError for a schema that cannot be followed.
         """
         opened, notation = self._prompt_end(prompt).rstrip().endswith(THINK), self._format.notation
@@ -136,7 +136,7 @@ class AnswerReader:
         if call is not None or request.json_schema is None:
             return call
         if opened:
-            raise RequestRefused(
+            raise EndpointError(
                 "a schema excludes reasoning, but the chat template has opened it. The template may have a switch, "
                 'e.g. "chat_template_kwargs": {"enable_thinking": false}'
             )

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from slimectl.agents.answer import GrowingAnswer, Reply
-from slimectl.agents.chat_request import RequestRefused
+from slimectl.agents.answer import AgentReply, GrowingAnswer
+from slimectl.agents.chat_request import EndpointError
 from slimectl.data.answers import ParsedAnswer
 from slimectl.data.chat_responses import call_ids
 from slimectl.data.tool_calls import ToolCall
@@ -27,7 +27,7 @@ class AnswerStream:
     """
 
     def __init__(self, interval: int = 1) -> None:
-        self.reply: Reply | None = None
+        self.reply: AgentReply | None = None
         """The reply without its answer, once the request is admitted."""
         self.parts = NO_PARTS
         """Parts at the last reading."""
@@ -43,7 +43,7 @@ class AnswerStream:
         self._growing: tuple[list[int], GrowingAnswer] | None = None
         """The answer that is being read, and its tokens."""
 
-    def begin(self, reply: Reply, new_answer: Callable[[], GrowingAnswer]) -> None:
+    def begin(self, reply: AgentReply, new_answer: Callable[[], GrowingAnswer]) -> None:
         """Set the reply without its content, and the function that reads the tokens of each try of the engine."""
         self.reply, self._new_answer = reply, new_answer
 
@@ -80,10 +80,10 @@ class AnswerStream:
             self._take(parts)
 
     def finish(self, parts: ParsedAnswer) -> None:
-        """Set the parts of the whole answer. Raises RequestRefused if it differs from what has been sent."""
+        """Set the parts of the whole answer. Raises EndpointError if it differs from what has been sent."""
         if not extends(parts, self.parts):
             message = "the engine failed during the response, and another engine wrote a different one. Retry."
-            raise RequestRefused(message, status=503, code="answer_lost")
+            raise EndpointError(message, status=503, code="answer_lost")
         self._take(parts)
 
     def _take(self, parts: ParsedAnswer) -> None:
@@ -102,7 +102,7 @@ def extends(parts: ParsedAnswer, earlier: ParsedAnswer) -> bool:
 class EventWriter(ABC):
     """Writes one response as the events of its API. `reply` has no answer yet."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: AgentReply) -> None:
         self.reply = reply
         self._sent = NO_PARTS
 
@@ -124,10 +124,10 @@ class EventWriter(ABC):
         """Yield the events of new reasoning (None if there is none so far), new content and new calls."""
 
     @abstractmethod
-    def end(self, reply: Reply) -> Iterator[Event]:
+    def end(self, reply: AgentReply) -> Iterator[Event]:
         """Yield the events after the last part."""
 
-    def close(self, replies: Sequence[Reply]) -> Iterator[Event]:
+    def close(self, replies: Sequence[AgentReply]) -> Iterator[Event]:
         """Yield the events after the last response to a request."""
         yield from ()
 
@@ -139,7 +139,7 @@ class EventWriter(ABC):
 class BlockEventWriter(EventWriter):
     """Writes an answer as consecutive blocks: reasoning, text, and all calls once the answer is complete."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: AgentReply) -> None:
         super().__init__(reply)
         self._index = 0
         """Number of closed blocks."""
@@ -171,7 +171,7 @@ class BlockEventWriter(EventWriter):
             yield from self._close(self._block, text)
             self._block, self._index = "", self._index + 1
 
-    def end(self, reply: Reply) -> Iterator[Event]:
+    def end(self, reply: AgentReply) -> Iterator[Event]:
         self.reply, answer = reply, reply.answer
         if not answer.parts.tool_calls:
             yield from self._open_text()
@@ -198,5 +198,5 @@ class BlockEventWriter(EventWriter):
         """Yield the events of the call with this number."""
 
     @abstractmethod
-    def _end(self, reply: Reply) -> Iterator[Event]:
+    def _end(self, reply: AgentReply) -> Iterator[Event]:
         """Yield the events after the last block."""

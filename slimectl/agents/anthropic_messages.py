@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from slimectl.agents.answer import Answer, Reply
+from slimectl.agents.answer import AgentAnswer, AgentReply
 from slimectl.agents.answer_stream import BlockEventWriter, Event
 from slimectl.agents.chat_request import ChatRequest, shared_fields
 from slimectl.chats.messages import REASONING, MessageError, function_call, plain_text
@@ -76,13 +76,13 @@ def _messages(message: dict[str, Any], at: str) -> Iterator[dict[str, Any]]:
         yield {"role": role, "content": text, **reasoning, **({"tool_calls": calls} if calls else {})}
 
 
-def response(replies: Sequence[Reply]) -> dict[str, Any]:
+def response(replies: Sequence[AgentReply]) -> dict[str, Any]:
     """Return the body of a response."""
     [reply] = replies
     return _opening(reply) | {"content": _blocks(reply.answer), **_end(reply.answer)}
 
 
-def _opening(reply: Reply) -> dict[str, Any]:
+def _opening(reply: AgentReply) -> dict[str, Any]:
     """Return a message without content."""
     return {
         "id": f"msg_{reply.identity}", "type": "message", "role": "assistant", "model": reply.model,
@@ -90,7 +90,7 @@ def _opening(reply: Reply) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _usage(reply: Reply) -> dict[str, int]:
+def _usage(reply: AgentReply) -> dict[str, int]:
     return {
         "input_tokens": reply.prompt_tokens - reply.cached_tokens,
         "cache_read_input_tokens": reply.cached_tokens,
@@ -98,7 +98,7 @@ def _usage(reply: Reply) -> dict[str, int]:
     }
 
 
-def _blocks(answer: Answer) -> list[dict[str, Any]]:
+def _blocks(answer: AgentAnswer) -> list[dict[str, Any]]:
     parts = answer.parts
     blocks: list[dict[str, Any]] = []
     if parts.reasoning is not None:
@@ -118,7 +118,7 @@ def _call_block(call: ToolCall, call_id: str) -> dict[str, Any]:
     return {"type": "tool_use", "id": call_id, "name": call.name, "input": json.loads(call.arguments)}
 
 
-def _end(answer: Answer) -> dict[str, Any]:
+def _end(answer: AgentAnswer) -> dict[str, Any]:
     reason = "max_tokens" if answer.is_cut else "tool_use" if answer.parts.tool_calls else "end_turn"
     reason = "stop_sequence" if answer.stop is not None and reason == "end_turn" else reason
     return {"stop_reason": reason, "stop_sequence": answer.stop}
@@ -147,7 +147,7 @@ class MessageEventWriter(BlockEventWriter):
         yield _event("content_block_delta", index=self._index, delta=delta)
         yield _event("content_block_stop", index=self._index)
 
-    def _end(self, reply: Reply) -> Iterator[Event]:
+    def _end(self, reply: AgentReply) -> Iterator[Event]:
         yield _event("message_delta", delta=_end(reply.answer), usage=_usage(reply))
         yield _event("message_stop")
 

@@ -15,7 +15,7 @@ from slimectl.data.answers import ParsedAnswer
 from slimectl.errors import RecordError, SettingsError
 
 
-class RequestRefused(Exception):
+class EndpointError(Exception):
     """Raised for a request that gets an HTTP error, with its status and OpenAI's error code."""
 
     def __init__(self, message: str, *, status: int = 400, code: str | None = None) -> None:
@@ -108,11 +108,11 @@ def answer_message(parts: ParsedAnswer, call_ids: Sequence[str]) -> dict[str, An
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Turn an error of the chat template into RequestRefused, or into MessageError if it is about an argument."""
+    """Turn an error of the chat template into EndpointError, or into MessageError if it is about an argument."""
     try:
         yield
     except RecordError as error:
-        raise RequestRefused(str(error).removeprefix("prompt: ")) from None
+        raise EndpointError(str(error).removeprefix("prompt: ")) from None
     except SettingsError as error:
         name, _, reason = str(error).removeprefix(f"{TEMPLATE_SETTING}: ").partition(" ")
         if not str(error).startswith(TEMPLATE_SETTING):

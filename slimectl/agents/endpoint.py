@@ -17,9 +17,9 @@ from typing import Any
 from aiohttp import web
 
 from slimectl.agents import anthropic_messages, openai_chat, openai_responses, request_keys
-from slimectl.agents.answer import Reply
+from slimectl.agents.answer import AgentReply
 from slimectl.agents.answer_stream import AnswerStream, Event, EventWriter
-from slimectl.agents.chat_request import ChatRequest, RequestRefused, numbered
+from slimectl.agents.chat_request import ChatRequest, EndpointError, numbered
 from slimectl.agents.request_keys import ApiKeys
 from slimectl.agents.session import Session, reward_value
 from slimectl.chats.messages import MessageError
@@ -34,7 +34,7 @@ SEND_S = 60.0
 Route = tuple[str, str, Callable[[web.Request], Awaitable[web.StreamResponse]]]
 """Method, path and handler."""
 FindSession = Callable[[web.Request], Session]
-"""Returns the session of a request. Raises RequestRefused for an unknown one."""
+"""Returns the session of a request. Raises EndpointError for an unknown one."""
 ErrorBody = Callable[[int, str, str | None, str | None], dict[str, Any]]
 """Returns an error body from the status, the message, OpenAI's code and the invalid key."""
 
@@ -47,12 +47,12 @@ class Api:
     keys: ApiKeys
     read: Callable[[Any, Session], list[ChatRequest]]
     """Returns a request for each prompt."""
-    body: Callable[[Sequence[Reply]], dict[str, Any]]
-    writer: Callable[[Reply], EventWriter]
+    body: Callable[[Sequence[AgentReply]], dict[str, Any]]
+    writer: Callable[[AgentReply], EventWriter]
     error_body: ErrorBody = openai_chat.error_body
 
     def requests(self, values: Any, session: Session) -> list[ChatRequest]:
-        """Read a body and return a request for each response. Raises RequestRefused or MessageError."""
+        """Read a body and return a request for each response. Raises EndpointError or MessageError."""
         RequestBody.of(values)
         counted = self.keys.check(values, counts=session.is_recorded)
         requests = numbered(self.read(values, session))
@@ -137,7 +137,7 @@ class Endpoint:
         async def answer(session: Session) -> web.StreamResponse:
             name, card = request.match_info["name"], _card(session)
             if session.model != "*" and name != card["id"]:
-                raise RequestRefused(f"model {name[:100]!r} is not served here. {card['id']!r} is.", status=404)
+                raise EndpointError(f"model {name[:100]!r} is not served here. {card['id']!r} is.", status=404)
             return web.json_response(card | {"id": name})
 
         return await self._answer(request, answer)
@@ -162,7 +162,7 @@ class Endpoint:
         try:
             session = self._find(request)
             response: web.StreamResponse = await answer(session)
-        except (RequestRefused, MessageError, SlimectlError) as error:
+        except (EndpointError, MessageError, SlimectlError) as error:
             if session is not None and not isinstance(error, SlimectlError):
                 session.counts["refused_requests"] += 1
             status, message, code, param = _refusal(error)
@@ -172,7 +172,7 @@ class Endpoint:
 
 def _refusal(error: Exception) -> tuple[int, str, str | None, str | None]:
     """Return the status, message, code and key of an HTTP error."""
-    if isinstance(error, RequestRefused):
+    if isinstance(error, EndpointError):
         return error.status, str(error), error.code, None
     is_refused = isinstance(error, (MessageError, RecordError, SettingsError))
     status = 400 if is_refused else int(getattr(error, "status", 500))
@@ -183,9 +183,9 @@ async def _json(request: web.Request) -> Any:
     try:
         return json.loads(await request.read())
     except web.HTTPRequestEntityTooLarge:
-        raise RequestRefused(f"the body is longer than {LONGEST_BODY} bytes", status=413) from None
+        raise EndpointError(f"the body is longer than {LONGEST_BODY} bytes", status=413) from None
     except (ValueError, RecursionError) as error:
-        raise RequestRefused(f"the body is not JSON: {str(error)[:100]}") from None
+        raise EndpointError(f"the body is not JSON: {str(error)[:100]}") from None
 
 
 def _card(session: Session) -> dict[str, Any]:
@@ -197,7 +197,7 @@ async def _stream(
     request: web.Request,
     session: Session,
     requests: Sequence[ChatRequest],
-    new_writer: Callable[[Reply], EventWriter],
+    new_writer: Callable[[AgentReply], EventWriter],
 ) -> web.StreamResponse:
     """Send answers while they are sampled. If the client disconnects, they are cancelled and not recorded."""
     streams = [AnswerStream(session.stream_interval) for _ in requests]
@@ -211,9 +211,9 @@ async def _stream(
     except Exception as error:
         if not output.writers:
             raise
-        session.counts["refused_requests"] += isinstance(error, (RequestRefused, MessageError))
+        session.counts["refused_requests"] += isinstance(error, (EndpointError, MessageError))
         await output.send(next(iter(output.writers.values())).fail(*_refusal(error)))
-        if not isinstance(error, (RequestRefused, MessageError, SlimectlError)) and not hasattr(error, "status"):
+        if not isinstance(error, (EndpointError, MessageError, SlimectlError)) and not hasattr(error, "status"):
             raise  # a bug, which belongs in the log
     finally:
         answering.cancel()
@@ -228,7 +228,7 @@ class _StreamOutput:
     Nothing is sent before the first token, so that a refusal until then still has an HTTP status.
     """
 
-    def __init__(self, request: web.Request, new_writer: Callable[[Reply], EventWriter]) -> None:
+    def __init__(self, request: web.Request, new_writer: Callable[[AgentReply], EventWriter]) -> None:
         self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         self.writers: dict[AnswerStream, EventWriter] = {}
         self._request, self._new_writer = request, new_writer
@@ -241,14 +241,14 @@ class _StreamOutput:
             writer = await self._begun(stream, stream.reply)
             await self.send(writer.add(parts, stream.call_ids))
 
-    async def finish(self, streams: Sequence[AnswerStream], replies: Sequence[Reply]) -> None:
+    async def finish(self, streams: Sequence[AnswerStream], replies: Sequence[AgentReply]) -> None:
         """Send the rest and the end of every answer."""
         for stream, reply in zip(streams, replies, strict=True):
             writer = await self._begun(stream, reply)
             await self.send([*writer.add(stream.parts, stream.call_ids), *writer.end(reply)])
         await self.send(writer.close(replies))
 
-    async def _begun(self, stream: AnswerStream, reply: Reply) -> EventWriter:
+    async def _begun(self, stream: AnswerStream, reply: AgentReply) -> EventWriter:
         """Return the writer of an answer, after sending the events before the first token."""
         if stream not in self.writers:
             self.writers[stream] = writer = self._new_writer(replace(reply, sampled=None))
@@ -313,5 +313,5 @@ class SessionServer:
     def _find(self, request: web.Request) -> Session:
         session = self._sessions.get(request.match_info["session"])
         if session is None:
-            raise RequestRefused("no such session, or it has ended", status=404, code="session_ended")
+            raise EndpointError("no such session, or it has ended", status=404, code="session_ended")
         return session

@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from slimectl.agents.answer import Answer, Reply
+from slimectl.agents.answer import AgentAnswer, AgentReply
 from slimectl.agents.answer_stream import Event, EventWriter
 from slimectl.agents.chat_request import MOST_RESPONSES, ChatRequest, shared_fields
 from slimectl.chats.messages import MessageError, checked_text, normalized_chat
@@ -96,7 +96,7 @@ def _shared(body: RequestBody) -> dict[str, Any]:
     }
 
 
-def chat_response(replies: Sequence[Reply]) -> dict[str, Any]:
+def chat_response(replies: Sequence[AgentReply]) -> dict[str, Any]:
     """Return the body of a response to a chat."""
     choices = [
         _choice(reply, {"message": assistant_message(reply.answer.parts, reply.answer.call_ids)}, _chat_end(reply))
@@ -105,7 +105,7 @@ def chat_response(replies: Sequence[Reply]) -> dict[str, Any]:
     return {**_frame(replies[0], CHAT, choices, complete=True), "usage": usage(replies)}
 
 
-def completion_response(replies: Sequence[Reply]) -> dict[str, Any]:
+def completion_response(replies: Sequence[AgentReply]) -> dict[str, Any]:
     """Return the body of a response to a completion."""
     choices = [
         _choice(reply, {"text": reply.echo + reply.answer.completion.text},
@@ -115,18 +115,18 @@ def completion_response(replies: Sequence[Reply]) -> dict[str, Any]:
     return {**_frame(replies[0], COMPLETION, choices, complete=True), "usage": usage(replies)}
 
 
-def _choice(reply: Reply, content: Mapping[str, Any], end: Mapping[str, Any]) -> dict[str, Any]:
+def _choice(reply: AgentReply, content: Mapping[str, Any], end: Mapping[str, Any]) -> dict[str, Any]:
     return {"index": reply.request.index, **content, **end}
 
 
-def _chat_end(reply: Reply) -> dict[str, Any]:
+def _chat_end(reply: AgentReply) -> dict[str, Any]:
     """Return how a response to a chat ended, with the log-probabilities of all tokens if requested."""
     vocabulary = reply.vocabulary
     scores = chat_scores(reply.answer.log_probs, vocabulary, name=vocabulary.text) if reply.request.log_probs else None
     return {**_end(reply.answer), "logprobs": scores}
 
 
-def _completion_end(reply: Reply, scores: Sequence[TokenLogProb], *, offset: int = 0) -> dict[str, Any]:
+def _completion_end(reply: AgentReply, scores: Sequence[TokenLogProb], *, offset: int = 0) -> dict[str, Any]:
     shown = reply.request.log_probs and scores
     log_probs = completion_log_probs(scores, reply.vocabulary, offset=offset, name=reply.vocabulary.text)
     end = RUNNING if reply.sampled is None else _end(reply.sampled)
@@ -150,7 +150,7 @@ class ChunkWriter(EventWriter):
         if not self.reply.request.log_probs:
             yield from super().add(parts, ids)
 
-    def close(self, replies: Sequence[Reply]) -> Iterator[Event]:
+    def close(self, replies: Sequence[AgentReply]) -> Iterator[Event]:
         if self.reply.request.stream_usage:
             yield None, json.dumps({**_frame(self.reply, self.kind, [], complete=False), "usage": usage(replies)})
         yield None, "[DONE]"
@@ -178,7 +178,7 @@ class ChatEventWriter(ChunkWriter):
             yield self._chunk({"delta": delta})
             self._call_count += len(calls)
 
-    def end(self, reply: Reply) -> Iterator[Event]:
+    def end(self, reply: AgentReply) -> Iterator[Event]:
         delta: dict[str, Any] = {}
         if reply.request.log_probs:
             parts, ids = reply.answer.parts, reply.answer.call_ids
@@ -202,7 +202,7 @@ class CompletionEventWriter(ChunkWriter):
         if content:
             yield self._chunk({"text": content})
 
-    def end(self, reply: Reply) -> Iterator[Event]:
+    def end(self, reply: AgentReply) -> Iterator[Event]:
         text = reply.answer.completion.text if reply.request.log_probs else ""
         yield self._chunk({"text": text}, _completion_end(reply, reply.answer.log_probs, offset=len(reply.echo)))
 
@@ -213,16 +213,16 @@ def error_body(status: int, message: str, code: str | None, param: str | None = 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _end(answer: Answer) -> dict[str, Any]:
+def _end(answer: AgentAnswer) -> dict[str, Any]:
     reason = finish_reason(answer.parts, is_cut=answer.is_cut)
     return {"finish_reason": reason, "matched_stop": answer.matched}
 
 
-def _frame(reply: Reply, kind: ApiKind, choices: list[dict[str, Any]], *, complete: bool) -> dict[str, Any]:
+def _frame(reply: AgentReply, kind: ApiKind, choices: list[dict[str, Any]], *, complete: bool) -> dict[str, Any]:
     return kind.frame(reply.identity, reply.created, reply.model, choices, complete=complete)
 
 
-def usage(replies: Sequence[Reply]) -> dict[str, Any]:
+def usage(replies: Sequence[AgentReply]) -> dict[str, Any]:
     """Count tokens. A prompt with several responses counts once."""
     prompts = replies[:: replies[0].request.n]
     return token_usage(

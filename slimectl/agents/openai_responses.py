@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, compress
 from typing import Any
 
-from slimectl.agents.answer import Answer, Reply
+from slimectl.agents.answer import AgentAnswer, AgentReply
 from slimectl.agents.answer_stream import BlockEventWriter, Event
 from slimectl.agents.chat_request import ChatRequest, shared_fields
 from slimectl.agents.request_keys import INCLUDES
@@ -27,11 +27,11 @@ ECHOED = names(
     "top_logprobs"
 )
 History = Callable[[str], list[dict[str, Any]]]
-"""Returns the messages up to and including the response with this id. Raises RequestRefused if it is unknown."""
+"""Returns the messages up to and including the response with this id. Raises EndpointError if it is unknown."""
 
 
 def read_response(values: Any, history: History) -> ChatRequest:
-    """Read the body of /responses. Raises MessageError, and RequestRefused for an unknown earlier response."""
+    """Read the body of /responses. Raises MessageError, and EndpointError for an unknown earlier response."""
     body = RequestBody.of(values)
     choice = body.raw("tool_choice")
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.objects("tools") or [])]
@@ -113,11 +113,11 @@ def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     messages[-1] = merged
 
 
-def response_id(reply: Reply) -> str:
+def response_id(reply: AgentReply) -> str:
     return f"resp_{reply.identity}"
 
 
-def response(replies: Sequence[Reply]) -> dict[str, Any]:
+def response(replies: Sequence[AgentReply]) -> dict[str, Any]:
     """Return the body of a response."""
     [reply] = replies
     answer = reply.answer
@@ -134,7 +134,7 @@ def response(replies: Sequence[Reply]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _opening(reply: Reply) -> dict[str, Any]:
+def _opening(reply: AgentReply) -> dict[str, Any]:
     """Return a response that is in progress."""
     return {
         "id": response_id(reply), "object": "response", "created_at": reply.created, "model": reply.model,
@@ -145,7 +145,7 @@ def _opening(reply: Reply) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _items(reply: Reply, answer: Answer) -> list[dict[str, Any]]:
+def _items(reply: AgentReply, answer: AgentAnswer) -> list[dict[str, Any]]:
     """Return the items of an answer: its reasoning, its text, its calls."""
     parts, items = answer.parts, list[dict[str, Any]]()
     if parts.reasoning is not None:
@@ -156,7 +156,7 @@ def _items(reply: Reply, answer: Answer) -> list[dict[str, Any]]:
     return items + [_call_item(reply, number, call, call_id) for number, (call, call_id) in enumerate(calls)]
 
 
-def _text_item(reply: Reply, kind: str, text: str) -> dict[str, Any]:
+def _text_item(reply: AgentReply, kind: str, text: str) -> dict[str, Any]:
     if kind == "reasoning":
         content = [{"type": "reasoning_text", "text": text}]
         return {"type": "reasoning", "id": f"rs_{reply.identity}", "summary": [], "content": content}
@@ -165,7 +165,7 @@ def _text_item(reply: Reply, kind: str, text: str) -> dict[str, Any]:
             "content": [part]}  # fmt: skip
 
 
-def _text_log_probs(reply: Reply, text: str) -> list[dict[str, Any]]:
+def _text_log_probs(reply: AgentReply, text: str) -> list[dict[str, Any]]:
     """Return the log-probabilities of the tokens of a text that is a part of the answer."""
     if not text or reply.sampled is None or not reply.request.log_probs:
         return []
@@ -180,7 +180,7 @@ def _text_log_probs(reply: Reply, text: str) -> list[dict[str, Any]]:
     return entries
 
 
-def _call_item(reply: Reply, number: int, call: ToolCall, call_id: str) -> dict[str, Any]:
+def _call_item(reply: AgentReply, number: int, call: ToolCall, call_id: str) -> dict[str, Any]:
     return {"type": "function_call", "id": f"fc_{reply.identity}{number}", "call_id": call_id, "name": call.name,
             "arguments": call.arguments, "status": "completed"}  # fmt: skip
 
@@ -222,7 +222,7 @@ class ResponseEventWriter(BlockEventWriter):
         yield self._event("response.function_call_arguments.done", **at, name=call.name, arguments=call.arguments)
         yield self._item_event("done", item)
 
-    def _end(self, reply: Reply) -> Iterator[Event]:
+    def _end(self, reply: AgentReply) -> Iterator[Event]:
         result = response([reply])
         yield self._event(f"response.{result['status']}", response=result)
 

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from slimectl.agents.answer import AnswerReader
-from slimectl.agents.chat_request import RequestRefused
+from slimectl.agents.chat_request import EndpointError
 from slimectl.agents.endpoint import MESSAGES, RESPONSES, Endpoint, Route
 from slimectl.agents.session import Generate, Score, Session, SessionLimits, reward_value
 from slimectl.chats.request_body import RequestBody
@@ -93,14 +93,14 @@ class SessionRecorder(UnrecordedApis):
         yield "POST", "/reward", endpoint.reward
 
     def find(self, request: web.Request) -> Session:
-        """Return the session of a request, opened with its first one. Raises RequestRefused beyond MOST_SESSIONS."""
+        """Return the session of a request, opened with its first one. Raises EndpointError beyond MOST_SESSIONS."""
         name, now = session_name(request), time.monotonic()
         for idle in [used_name for used_name, used in self._used.items() if now - used > self.idle_s]:
             if not self._sessions[idle].is_answering:
                 self._end(idle)
         if name not in self._sessions:
             if len(self._sessions) >= MOST_SESSIONS:
-                raise RequestRefused(f"{MOST_SESSIONS} sessions are open. End some with POST /s/NAME/end.", status=429)
+                raise EndpointError(f"{MOST_SESSIONS} sessions are open. End some with POST /s/NAME/end.", status=429)
             self._sessions[name] = self._session(is_recorded=True)
         self._used[name] = now
         return self._sessions[name]

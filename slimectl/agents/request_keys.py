@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from slimectl.chats.messages import MessageError
-from slimectl.chats.request_keys import LABELS, Keys, is_neutral, names, unset
+from slimectl.chats.request_keys import LABELS, ObjectKeys, is_neutral, names, unset
 from slimectl.chats.shared_keys import CHAT_NEUTRAL, CHAT_REMEDIES, COMPLETION_REMEDIES, OPENAI_NEUTRAL, OPENAI_REMEDIES
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
@@ -29,8 +29,8 @@ class ApiKeys:
     session counts such requests, because agents send these keys by default. Other servers refuse them.
     """
 
-    body: Keys
-    objects: Mapping[str, Keys] = field(default_factory=dict)
+    body: ObjectKeys
+    objects: Mapping[str, ObjectKeys] = field(default_factory=dict)
     counted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def check(self, values: Mapping[str, Any], *, counts: bool) -> list[str]:
@@ -90,8 +90,8 @@ def _keys(
     labels: frozenset[str] = frozenset(),
     neutral: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
     remedies: Mapping[str, str] = MappingProxyType({}),
-) -> Keys:
-    return Keys(acts, labels, neutral, remedies, server="by this endpoint", docs="docs/agents.md")
+) -> ObjectKeys:
+    return ObjectKeys(acts, labels, neutral, remedies, server="by this endpoint", docs="docs/agents.md")
 
 
 _STREAM_OPTIONS = _keys(names("include_usage"), names("include_obfuscation"), unset("continuous_usage_stats"))

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from slimectl.agents.answer import Answer, AnswerReader, Reply
+from slimectl.agents.answer import AgentAnswer, AgentReply, AnswerReader
 from slimectl.agents.answer_stream import AnswerStream
-from slimectl.agents.chat_request import ChatRequest, RequestRefused, answer_message
+from slimectl.agents.chat_request import ChatRequest, EndpointError, answer_message
 from slimectl.agents.trajectory_tree import Continuation, TrajectoryTree, Turn
 from slimectl.chats.messages import MessageError
 from slimectl.data.chat_responses import call_ids
@@ -94,13 +94,13 @@ class Session:
         """Whether the policy is working for this attempt."""
         return self._in_flight > 0
 
-    async def answer(self, request: ChatRequest) -> Reply:
-        """Answer a request and record the turn. Raises RequestRefused."""
+    async def answer(self, request: ChatRequest) -> AgentReply:
+        """Answer a request and record the turn. Raises EndpointError."""
         [reply] = await self.answers([request])
         return reply
 
-    async def answers(self, requests: Sequence[ChatRequest], streams: Sequence[AnswerStream] = ()) -> list[Reply]:
-        """Answer the parts of one HTTP request and record a turn for each. Raises RequestRefused.
+    async def answers(self, requests: Sequence[ChatRequest], streams: Sequence[AnswerStream] = ()) -> list[AgentReply]:
+        """Answer the parts of one HTTP request and record a turn for each. Raises EndpointError.
 
         Each of the `streams`, if there are any, gets an answer while it is sampled.
         """
@@ -118,8 +118,8 @@ class Session:
 
     def _tasks(
         self, requests: Sequence[ChatRequest], streams: Sequence[AnswerStream]
-    ) -> list[Coroutine[Any, Any, Reply]]:
-        """Return a coroutine for each request. Requests with the same prompt share it. Raises RequestRefused."""
+    ) -> list[Coroutine[Any, Any, AgentReply]]:
+        """Return a coroutine for each request. Requests with the same prompt share it. Raises EndpointError."""
         prompts: dict[int, Continuation] = {}
         plans = []
         for request in requests:
@@ -144,22 +144,22 @@ class Session:
         [request, *_] = requests
         self.counts["requests"] += 1
         if self.is_closed:
-            raise RequestRefused("this session has ended", status=404, code="session_ended")
+            raise EndpointError("this session has ended", status=404, code="session_ended")
         if self.model not in ("*", request.model):
             message = f"model {request.model[:100]!r} is not served here. Use {self.model!r}."
-            raise RequestRefused(message, status=404, code="model_not_found")
+            raise EndpointError(message, status=404, code="model_not_found")
         if self._in_flight + len(requests) > MOST_IN_FLIGHT:
             message = f"{MOST_IN_FLIGHT} requests of this session are in flight. Wait for one of them."
-            raise RequestRefused(message, status=429, code="too_many_requests")
+            raise EndpointError(message, status=429, code="too_many_requests")
         if len(self.tree.turns) + self._in_flight + len(requests) > self.limits.turns:
             self.is_cut = True
-            raise RequestRefused(f"the attempt has used its {self.limits.turns} turns", code="turn_limit")
+            raise EndpointError(f"the attempt has used its {self.limits.turns} turns", code="turn_limit")
 
     async def _answer(
         self, request: ChatRequest, continuation: Continuation, params: SamplingParams, stream: AnswerStream | None
-    ) -> Reply:
+    ) -> AgentReply:
         prompt, model = continuation.tokens, request.model or self.model
-        reply = Reply(request, model, int(time.time()), len(prompt), self.reader.vocabulary)
+        reply = AgentReply(request, model, int(time.time()), len(prompt), self.reader.vocabulary)
         if request.echo:
             reply = await self._with_echo(reply, prompt)
         if stream is not None:
@@ -167,25 +167,25 @@ class Session:
         completion = await self._completion(request, prompt, params, stream)
         if completion.finish_reason == "abort":
             self.is_aborted = True
-            raise RequestRefused("the round ended before the response was complete", status=503, code="aborted")
+            raise EndpointError("the round ended before the response was complete", status=503, code="aborted")
         parts = self.reader.read(completion, request, prompt, params.stop)
         if stream is not None:
             stream.finish(parts)
         ids = call_ids(parts.tool_calls) if stream is None else stream.call_ids
-        answer = Answer(completion, parts, ids, self.reader.stop_string(completion, request.stop))
+        answer = AgentAnswer(completion, parts, ids, self.reader.stop_string(completion, request.stop))
         turn = self.tree.add(request, continuation, completion, answer_message(parts, ids), params.temperature)
         self.counts["tool_calls"] += len(parts.tool_calls)
         self._responses[reply.identity] = turn
         return dataclasses.replace(reply, sampled=answer)
 
-    async def _with_echo(self, reply: Reply, prompt: list[int]) -> Reply:
-        """Return a reply that starts with its prompt. Raises RequestRefused for log-probabilities without `score`."""
+    async def _with_echo(self, reply: AgentReply, prompt: list[int]) -> AgentReply:
+        """Return a reply that starts with its prompt. Raises EndpointError for log-probabilities without `score`."""
         request = reply.request
         text = request.prompt if isinstance(request.prompt, str) else self.tokenizer.decode(prompt)
         if not request.log_probs:
             return dataclasses.replace(reply, echo=text)
         if self.score is None:
-            raise RequestRefused(
+            raise EndpointError(
                 "echo: this endpoint cannot return log-probabilities of prompts. Leave out logprobs, or send the "
                 "request to `slimectl serve`."
             )
@@ -203,10 +203,10 @@ class Session:
                 return await generate(tokens, constrained)
             except SettingsError as error:
                 if request.json_schema is not None:
-                    raise RequestRefused(str(error)) from None
+                    raise EndpointError(str(error)) from None
         if request.forced_tool is not None:
             if not self.is_recorded:
-                raise RequestRefused(
+                raise EndpointError(
                     "tool_choice: cannot be forced. The chat template does not write calls as JSON objects."
                 )
             self.counts["unforced_tool_choices"] += 1
@@ -214,11 +214,11 @@ class Session:
             return await generate(tokens, params)
         except SettingsError as error:
             if params.top_log_probs:
-                raise RequestRefused(f"top_logprobs: {error}") from None
+                raise EndpointError(f"top_logprobs: {error}") from None
             raise
 
     def _room(self, continuation: Continuation) -> int:
-        """Return the number of tokens that an answer may have. Raises RequestRefused if there is none."""
+        """Return the number of tokens that an answer may have. Raises EndpointError if there is none."""
         count = len(continuation.tokens)
         room = self.limits.response_tokens - (count - continuation.prompt_length)
         if self.limits.context is not None:
@@ -231,7 +231,7 @@ class Session:
                 if is_full
                 else f"the attempt has used its {self.limits.response_tokens} response tokens"
             )
-            raise RequestRefused(message, code="context_length_exceeded")
+            raise EndpointError(message, code="context_length_exceeded")
         return room
 
     def _params(self, request: ChatRequest, room: int) -> SamplingParams:
@@ -246,18 +246,18 @@ class Session:
         return dataclasses.replace(self.params, **changes)
 
     def history(self, identity: str) -> list[dict[str, Any]]:
-        """Return the messages up to and including a response. Raises RequestRefused if it is unknown."""
+        """Return the messages up to and including a response. Raises EndpointError if it is unknown."""
         turn = self._responses.get(identity.removeprefix("resp_"))
         if not self.is_recorded:
             raise MessageError("previous_response_id", "this server keeps no responses. Send all messages in input.")
         if turn is None:
-            raise RequestRefused(
+            raise EndpointError(
                 f"previous_response_id: {identity[:80]!r} is not a response of this session", status=404
             )
         return list(turn.messages)
 
     def count_tokens(self, request: ChatRequest) -> int:
-        """Return the number of tokens of a request's prompt. Raises RequestRefused."""
+        """Return the number of tokens of a request's prompt. Raises EndpointError."""
         return len(self.tree.continuation(self._with_template_kwargs(request)).tokens)
 
     def samples(self, template: Sample) -> list[Sample]:
@@ -272,7 +272,7 @@ class Session:
         return {"turn_count": len(self.tree.turns), **{name: count for name, count in self.counts.items() if count}}
 
 
-async def gathered(coroutines: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
+async def gathered(coroutines: Sequence[Coroutine[Any, Any, AgentReply]]) -> list[AgentReply]:
     """Return the results of coroutines that run together. If one raises, the others are cancelled."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:

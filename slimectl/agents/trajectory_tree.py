@@ -82,7 +82,7 @@ class TrajectoryTree:
     """Turns by their chat, including the answer."""
 
     def continuation(self, request: ChatRequest) -> Continuation:
-        """Return the prompt of a request, with recorded tokens if it continues an answer. Raises RequestRefused."""
+        """Return the prompt of a request, with recorded tokens if it continues an answer. Raises EndpointError."""
         if request.prompt is not None:
             return self._text_continuation(request.prompt)
         chat = self._chats.find(request)

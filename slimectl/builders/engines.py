@@ -20,7 +20,7 @@ from slimectl.settings import Settings
 from slimectl.settings.secret import reveal
 
 if TYPE_CHECKING:
-    from slimectl.engines.api_keys import Keys
+    from slimectl.engines.api_keys import ServerKeys
     from slimectl.engines.http.api import ServerApi
     from slimectl.engines.http.weight_client import HttpWorkers
     from slimectl.engines.sglang.topology import ServerSpec
@@ -220,13 +220,13 @@ def server_options(settings: Settings, log: Path) -> dict[str, Any]:
     }
 
 
-def keys(settings: Settings, addresses: Sequence[str]) -> Keys:
+def keys(settings: Settings, addresses: Sequence[str]) -> ServerKeys:
     """Return the keys of the servers from [engine], the engine's own arguments, or the key file of a local server."""
-    from slimectl.engines.api_keys import Keys
+    from slimectl.engines.api_keys import ServerKeys
 
     options = settings.engine
     args = reveal(engine_backend(settings).server_args(settings), setting=f"{options.backend}.args")
-    given_keys = Keys(
+    given_keys = ServerKeys(
         api_key=reveal(options.api_key, setting="engine.api_key") or args.get("api_key"),
         admin_api_key=reveal(options.admin_api_key, setting="engine.admin_api_key") or args.get("admin_api_key"),
     )

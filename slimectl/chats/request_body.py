@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from slimectl.chats.messages import MessageError
-from slimectl.chats.request_keys import Keys
+from slimectl.chats.request_keys import ObjectKeys
 
 LARGEST = 2**31
 """Upper bound of counts."""
@@ -36,7 +36,7 @@ class RequestBody:
         """Return the error to raise for a field."""
         return MessageError(self._at + name, reason)
 
-    def check(self, keys: Keys) -> None:
+    def check(self, keys: ObjectKeys) -> None:
         """Raise MessageError for a key that would be ignored."""
         keys.check(self._values, self._at)
 

@@ -19,7 +19,7 @@ FEW = 8
 
 
 @dataclass(frozen=True)
-class Keys:
+class ObjectKeys:
     """Keys of a JSON object.
 
     `acts` are implemented. `labels` are accepted with any value, because they only identify users and requests or have

@@ -8,7 +8,7 @@ from typing import Any
 
 from slimectl.chats.messages import MessageError, normalized_tools
 from slimectl.chats.request_body import RequestBody
-from slimectl.chats.request_keys import Keys, names
+from slimectl.chats.request_keys import ObjectKeys, names
 
 ANY_OBJECT = '{"type": "object"}'
 LONGEST_SCHEMA = 1 << 18
@@ -72,13 +72,13 @@ def read_schema(form: RequestBody, *, is_nested: bool) -> str | None:
     """
     kind = form.choice("type", "text", ("text", "json_object", "json_schema"))
     is_flat = kind == "json_schema" and not is_nested
-    form.check(Keys(names("type schema"), SCHEMA_LABELS) if is_flat else Keys(names("type json_schema")))
+    form.check(ObjectKeys(names("type schema"), SCHEMA_LABELS) if is_flat else ObjectKeys(names("type json_schema")))
     if kind != "json_schema":
         return ANY_OBJECT if kind == "json_object" else None
     fields = form
     if is_nested:
         fields = form.inner("json_schema")
-        fields.check(Keys(names("schema"), SCHEMA_LABELS))
+        fields.check(ObjectKeys(names("schema"), SCHEMA_LABELS))
     text = schema_text(fields, "schema")
     if text is None:
         raise fields.refuse("schema", "is missing")

@@ -100,7 +100,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Part:
+class TemplatePart:
     """A part of a message: its stand-in `text`, and an `alternative` that may show instead."""
 
     message: int
@@ -114,7 +114,7 @@ class Finding:
     """The form for chats of one shape, and the parts that the template leaves out."""
 
     form: Form
-    missing: tuple[Part, ...] = ()
+    missing: tuple[TemplatePart, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -303,13 +303,13 @@ class Template:
         query = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
         reads = bool(self._reading.reasoning_key)
 
-        def is_dropped_on_purpose(part: Part) -> bool:
+        def is_dropped_on_purpose(part: TemplatePart) -> bool:
             return part.kind == "reasoning" and part.message < query and (reads or not part.text.endswith("rq"))
 
         return replace(best, missing=tuple(part for part in best.missing if not is_dropped_on_purpose(part)))
 
     def _best(self, messages: Chat, *, originals: bool) -> Finding | None:
-        parts: list[Part] = []
+        parts: list[TemplatePart] = []
         stand_ins = [self._stand_in(i, message, parts, originals=originals) for i, message in enumerate(messages)]
         best: Finding | None = None
         for form in self._forms(messages):
@@ -335,7 +335,7 @@ class Template:
         ):
             yield Form(in_parts, as_text, null, developer)
 
-    def _tried(self, form: Form, stand_ins: Chat, parts: list[Part]) -> Finding | None:
+    def _tried(self, form: Form, stand_ins: Chat, parts: list[TemplatePart]) -> Finding | None:
         chat = [form.message(message, self._reading.reasoning_key or REASONING) for message in stand_ins]
         try:
             text = self.text(chat, header=chat[-1]["role"] != "assistant")
@@ -347,7 +347,7 @@ class Template:
             for part in parts
             if part.text not in shown and part.text not in text and not (part.alternative and part.alternative in text)
         ]
-        missing += [Part(int(match[1]), "content", match[0]) for match in _PRINTED_PART.finditer(text)]
+        missing += [TemplatePart(int(match[1]), "content", match[0]) for match in _PRINTED_PART.finditer(text)]
         if not self.tools_show(text):
             names = ", ".join(_tool_names(self.tools))
             self._warn_once("tools", f"the model's chat template does not show the tools of a prompt: {names}")
@@ -357,19 +357,21 @@ class Template:
                 arguments = call["function"]["arguments"]
                 keys = arguments if isinstance(arguments, dict) else ()
                 if any(f"'{key}'" in text or f'\\"{key}\\"' in text for key in keys):
-                    missing.append(Part(i, "arguments", call["function"]["name"]))
+                    missing.append(TemplatePart(i, "arguments", call["function"]["name"]))
         return Finding(form, tuple(missing))
 
     def tools_show(self, text: str) -> bool:
         """Return whether a rendering shows the names of all tools."""
         return all(name in text for name in _tool_names(self.tools))
 
-    def _stand_in(self, i: int, message: dict[str, Any], parts: list[Part], *, originals: bool) -> dict[str, Any]:
+    def _stand_in(
+        self, i: int, message: dict[str, Any], parts: list[TemplatePart], *, originals: bool
+    ) -> dict[str, Any]:
         """Return a message with a stand-in for each text, or with the `originals`. They are added to `parts`."""
         result, content = dict(message), message["content"]
 
         def text(kind: str, name: str, original: str, alternative: str = "") -> str:
-            parts.append(Part(i, kind, original if originals else f"q{i}{name}q", alternative))
+            parts.append(TemplatePart(i, kind, original if originals else f"q{i}{name}q", alternative))
             return parts[-1].text
 
         def filled(content: str, place: int = 0) -> str:

@@ -28,7 +28,7 @@ class TensorInventory:
     carried: tuple[str, ...]
 
 
-class Model:
+class ValidatedModel:
     """Family, architecture and tensors of a model, from its complete configuration.
 
     Raises CheckpointError for an unknown family.
@@ -113,7 +113,7 @@ class ValidatedWeights:
     shapes.
     """
 
-    def __init__(self, weights: Weights, model: Model, location: str) -> None:
+    def __init__(self, weights: Weights, model: ValidatedModel, location: str) -> None:
         weights = UnfusedExperts(weights)
         self.carried = model.account(weights.forms(), location).carried
         self._weights = weights

@@ -141,11 +141,11 @@ def measure_task(
 
     Prints a row as each seed ends, then the median. The median is also printed after an error or an interrupt.
     """
-    from slimectl.runtime.benchmark import Evaluation, measure
+    from slimectl.runtime.benchmark import TimedAccuracy, measure
 
     results: list[SeedResult] = []
 
-    def note(evaluation: Evaluation) -> None:
+    def note(evaluation: TimedAccuracy) -> None:
         seconds = f"{evaluation.cpu_s:.1f} CPU s"
         place = f"{task.title}, seed {seed}, round {evaluation.round}"
         stdio.note(f"{place}: accuracy {evaluation.accuracy:.3f} after {seconds}")

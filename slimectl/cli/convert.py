@@ -16,7 +16,7 @@ LAYOUTS = ("hf", "torch_dist")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class ConvertOptions:
+class ConvertFlags:
     """Options of `slimectl convert` for the output and its verification."""
 
     to: Annotated[str, typer.Option("--to", help="Layout to write: hf or torch_dist")] = "hf"
@@ -45,7 +45,7 @@ class ConvertOptions:
 
 @with_options("source target to dtype quantize block group config card verify logits unpickle force dry_run")
 def convert(
-    options: ConvertOptions,
+    options: ConvertFlags,
     common: CommonOptions,
     source: Annotated[
         str, typer.Argument(metavar="SRC", help="Model: a directory, a step of a run, a .gguf file, or package:NAME")

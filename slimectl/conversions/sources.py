@@ -19,7 +19,7 @@ from slimectl.checkpoints.safetensors_io import TensorMemory
 from slimectl.checkpoints.stored_names import PlainNames, is_quantized, lasting_obstacle
 from slimectl.checkpoints.torch_dist.mapping import TorchDistWeights
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist, newest
-from slimectl.checkpoints.validate import Model
+from slimectl.checkpoints.validate import ValidatedModel
 from slimectl.data.hugging_face import or_fetch
 from slimectl.errors import BackendError, CheckpointError, SettingsError
 from slimectl.model_files import check_model_files, policy_folder
@@ -78,7 +78,7 @@ class Source:
     location: str
     weights: Weights
     config: Config
-    model: Model | None
+    model: ValidatedModel | None
     companions: Callable[[Path], None]
     quantized: bool = False
     dequantized: bool = False
@@ -87,9 +87,9 @@ class Source:
     reader: str = "slimectl's reading of the source"
     """What reads the source for that comparison."""
 
-    def needed_model(self) -> Model:
+    def needed_model(self) -> ValidatedModel:
         """Return the model. Raises CheckpointError with the reason if there is none."""
-        return self.model or Model(with_defaults(self.config))
+        return self.model or ValidatedModel(with_defaults(self.config))
 
 
 def open_source(
@@ -189,7 +189,7 @@ def _torch_dist(path: Path, config: Path | None, card: str | None) -> Source:
             " --card NAME"
         )
     raw = raw_config(folder) if folder else dict(cards.load(str(card))["config"])
-    model = Model(with_defaults(raw))
+    model = ValidatedModel(with_defaults(raw))
     if folder and card:
         cards.check(card, model.config, location=str(folder))
     if config and inside:
@@ -210,8 +210,8 @@ def _check_agreement(first_path: Path, first: Config, second_path: Path, second:
         raise CheckpointError(f"--config: {conflicts}. Give the config of this checkpoint")
 
 
-def _model(config: Config) -> Model | None:
+def _model(config: Config) -> ValidatedModel | None:
     try:
-        return Model(with_defaults(config))
+        return ValidatedModel(with_defaults(config))
     except CheckpointError:
         return None

@@ -53,7 +53,7 @@ _announced: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True)
-class Keys:
+class ColumnKeys:
     """Column names of a row. A dotted name is a path into objects: `reward_model.ground_truth`."""
 
     input: str
@@ -90,7 +90,7 @@ def column(row: Mapping[str, Any], key: str) -> Any:
     return column(row[head], rest) if isinstance(row.get(head), dict) else None
 
 
-def read_columns(row: Mapping[str, Any], keys: Keys, location: str, *, demonstration: bool) -> Columns:
+def read_columns(row: Mapping[str, Any], keys: ColumnKeys, location: str, *, demonstration: bool) -> Columns:
     """Return prompt and label of a row, from the columns in `keys` or from a known format.
 
     In a `demonstration` a chat stays whole. Otherwise its last assistant turn is the label. Raises RecordError if a
@@ -136,7 +136,7 @@ def _history(value: Any, location: str) -> Chat:
     )
 
 
-def _read_columns(row: Mapping[str, Any], keys: Keys, location: str, *, demonstration: bool) -> Columns:
+def _read_columns(row: Mapping[str, Any], keys: ColumnKeys, location: str, *, demonstration: bool) -> Columns:
     label_key = _label_key(row, keys, location, IMITATED if demonstration else ANSWERS)
     if has_column(row, keys.input):
         text = as_messages(column(row, keys.input), f"{location}: {keys.input}")
@@ -247,7 +247,7 @@ def _paths(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _label_key(row: Mapping[str, Any], keys: Keys, location: str, answers: Sequence[str]) -> str | None:
+def _label_key(row: Mapping[str, Any], keys: ColumnKeys, location: str, answers: Sequence[str]) -> str | None:
     """Return the name of the label column: from the settings, or the first of `answers` that the row has."""
     if has_column(row, keys.label):
         return keys.label
@@ -257,7 +257,7 @@ def _label_key(row: Mapping[str, Any], keys: Keys, location: str, answers: Seque
 
 
 def _question(
-    row: Mapping[str, Any], name: str, label_key: str | None, keys: Keys, location: str, demonstration: bool
+    row: Mapping[str, Any], name: str, label_key: str | None, keys: ColumnKeys, location: str, demonstration: bool
 ) -> Columns:
     text, names = row[name], [name]
     if name == "instruction" and "input" in row:  # alpaca: the input, if any, is what the instruction is about

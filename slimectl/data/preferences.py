@@ -9,7 +9,16 @@ from itertools import count
 from typing import Any
 
 from slimectl.data.checks import a_chat, a_scalar, shown
-from slimectl.data.columns import INPUT_KEY, LABEL_KEY, Columns, Keys, as_messages, chat_column, column, with_context
+from slimectl.data.columns import (
+    INPUT_KEY,
+    LABEL_KEY,
+    ColumnKeys,
+    Columns,
+    as_messages,
+    chat_column,
+    column,
+    with_context,
+)
 from slimectl.data.prompt_images import has_images, has_places
 from slimectl.data.prompts import BadRow, nonempty_chat, ordered_rows, with_parts, without_bad
 from slimectl.data.tables import Row
@@ -52,14 +61,14 @@ def open_preferences(
     text prefix ends at a word boundary. An invalid row raises RecordError with file and line, or is passed to
     `on_bad_row`.
     """
-    keys = Keys(input_key, LABEL_KEY, metadata_key, tool_key)
+    keys = ColumnKeys(input_key, LABEL_KEY, metadata_key, tool_key)
     ordered = ordered_rows(sources, shuffle_seed, epochs=epochs, start=start, keep_errors=on_bad_row is not None)
     return without_bad(
         map(partial(_preference, keys=keys, reads_images=reads_images), ordered, count(start)), on_bad_row
     )
 
 
-def _preference(source: Row, index: int, *, keys: Keys, reads_images: bool) -> Preference:
+def _preference(source: Row, index: int, *, keys: ColumnKeys, reads_images: bool) -> Preference:
     location, row = source
     if isinstance(row, RecordError):
         raise row

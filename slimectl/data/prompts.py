@@ -20,8 +20,8 @@ from slimectl.data.columns import (
     IMAGE_KEY,
     INPUT_KEY,
     LABEL_KEY,
+    ColumnKeys,
     Columns,
-    Keys,
     column,
     image_column,
     read_columns,
@@ -118,7 +118,7 @@ def open_prompts(
     Raises SettingsError for a missing source, RecordError for a row that is not a prompt. With `on_bad_row`, the errors
     of such rows are passed to it and the rows are left out. The numbers of the other rows stay the same.
     """
-    keys = Keys(input_key, label_key, metadata_key, tool_key, image_key)
+    keys = ColumnKeys(input_key, label_key, metadata_key, tool_key, image_key)
     if weights:
         check_weights(weights, sources)
         ordered = _mixed(sources, weights, mix_seed, shuffle_seed, epochs, start, named, on_bad_row is not None)
@@ -223,7 +223,9 @@ def _size(table: Table) -> int:
     return size
 
 
-def prompt_of(row: Row, index: int, keys: Keys, *, demonstration: bool = False, reads_images: bool = False) -> Prompt:
+def prompt_of(
+    row: Row, index: int, keys: ColumnKeys, *, demonstration: bool = False, reads_images: bool = False
+) -> Prompt:
     """Convert a row to a prompt. Raises RecordError with the source location."""
     location, value = row
     if isinstance(value, RecordError):
@@ -245,7 +247,7 @@ def prompt_of(row: Row, index: int, keys: Keys, *, demonstration: bool = False, 
 def with_parts(
     row: tuple[str, dict[str, Any]],
     index: int,
-    keys: Keys,
+    keys: ColumnKeys,
     columns: Columns,
     check: Check = a_chat,
     *,

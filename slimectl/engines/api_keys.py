@@ -30,7 +30,7 @@ KEY_BYTES = 32
 
 
 @dataclass(frozen=True)
-class Keys:
+class ServerKeys:
     """API keys for servers, as in SGLang: `api_key` for generation, `admin_api_key` for everything that changes state.
 
     If only `api_key` is set, it is used for both. `by_url` holds admin keys of individual servers and takes precedence.
@@ -47,7 +47,7 @@ class Keys:
         key = self.api_key if path.startswith(ASKING) else self._admin(url)
         return {"Authorization": f"Bearer {key}"} if key else {}
 
-    def with_local(self, urls: Sequence[str]) -> Keys:
+    def with_local(self, urls: Sequence[str]) -> ServerKeys:
         """Return these keys and the admin keys that servers on this machine have stored for this user."""
         if self.admin_api_key:
             return self
@@ -58,7 +58,7 @@ class Keys:
         return dict(self.by_url).get(url.rstrip("/")) or self.admin_api_key or self.api_key
 
 
-NO_KEYS = Keys()
+NO_KEYS = ServerKeys()
 
 
 def new_key() -> str:

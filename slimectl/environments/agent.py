@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from slimectl.agents.answer import Answer, AnswerReader
-from slimectl.agents.chat_request import ChatRequest, RequestRefused, answer_message
+from slimectl.agents.answer import AgentAnswer, AnswerReader
+from slimectl.agents.chat_request import ChatRequest, EndpointError, answer_message
 from slimectl.agents.openai_chat import read_chat
 from slimectl.agents.session import Session, SessionLimits
 from slimectl.chats.messages import MessageError
@@ -24,7 +24,7 @@ from slimectl.environments.episode import (
     Specification,
     shared_host,
 )
-from slimectl.environments.port import Action, Messages, Observation, Task
+from slimectl.environments.port import Action, EpisodeTask, Messages, Observation
 from slimectl.errors import RecordError
 from slimectl.types import Sample, SamplingParams, Status
 
@@ -154,7 +154,7 @@ class EnvironmentAgent:
         policy = (arguments["tokenizer"], reader, arguments["generate"])
         return Session(*policy, params, limits, template_kwargs=self.options.template_kwargs)
 
-    async def _play(self, episode: Episode, transcript: Transcript, task: Task) -> None:
+    async def _play(self, episode: Episode, transcript: Transcript, task: EpisodeTask) -> None:
         """Play an episode to its end, or to a limit of turns or tokens. Raises EpisodeError."""
         observation = await episode.reset(task)
         transcript.add(observation)
@@ -162,7 +162,7 @@ class EnvironmentAgent:
             player = observation.player
             try:
                 answer = await self._answer(transcript, player)
-            except RequestRefused as refusal:
+            except EndpointError as refusal:
                 if transcript.session.is_aborted:
                     return
                 if refusal.code not in LIMITS or not transcript.players:
@@ -179,8 +179,8 @@ class EnvironmentAgent:
         with suppress(EpisodeError):  # its rewards are known, and its process ends in any case
             await episode.close()
 
-    async def _answer(self, transcript: Transcript, player: int) -> Answer:
-        """Return the policy's answer to a player's chat, and append it to the chat. Raises RequestRefused."""
+    async def _answer(self, transcript: Transcript, player: int) -> AgentAnswer:
+        """Return the policy's answer to a player's chat, and append it to the chat. Raises EndpointError."""
         request = self._request(transcript.chats[player], transcript.tools)
         reply = await transcript.session.answer(request)
         answer = reply.answer
@@ -191,7 +191,9 @@ class EnvironmentAgent:
     def _request(self, chat: Messages, tools: Messages) -> ChatRequest:
         return read_chat({"messages": chat, "tools": tools, "max_tokens": self.options.turn_tokens})
 
-    def _report(self, task: Task, transcript: Transcript, failures: Counter[str], seconds: float) -> dict[str, Any]:
+    def _report(
+        self, task: EpisodeTask, transcript: Transcript, failures: Counter[str], seconds: float
+    ) -> dict[str, Any]:
         report: dict[str, Any] = {"name": self.options.specification.name, "task": task.index, "split": task.split}
         report |= {"turns": len(transcript.players), "tool_calls": transcript.session.counts["tool_calls"]}
         report |= {"errors": transcript.errors, "failures": failures["failures"], "timeouts": failures["timeouts"]}
@@ -224,21 +226,21 @@ class _Shared:
     reader: AnswerReader
 
 
-def task_of(sample: Sample, kind: str, name: str) -> Task:
+def task_of(sample: Sample, kind: str, name: str) -> EpisodeTask:
     """Return the task of a sample for an environment whose tasks are "seeds", "rows" or "data".
 
     Raises RecordError for a prompt that is not one of its tasks.
     """
     drawn = sample.metadata.get("env")
     if isinstance(drawn, dict) and type(drawn.get("task")) is int:
-        return Task(drawn["task"], str(drawn.get("split", "train")))
+        return EpisodeTask(drawn["task"], str(drawn.get("split", "train")))
     if kind != "data":
         raise RecordError(f"prompt {sample.group_index}: not a task of {name}. Give env, or env@[a:b], as data.")
     metadata = {key: value for key, value in sample.metadata.items() if key != "env"}
-    return Task(messages=chat_of(sample), label=sample.label, metadata=metadata | sample.extra)
+    return EpisodeTask(messages=chat_of(sample), label=sample.label, metadata=metadata | sample.extra)
 
 
-def action_of(answer: Answer, player: int) -> Action:
+def action_of(answer: AgentAnswer, player: int) -> Action:
     """Return an answer of the policy in the form that an environment expects."""
     calls = [
         {"id": call_id, "name": call.name, "arguments": call.arguments}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slimectl.environments.port import Action, Environment, Messages, Observation, Task
+from slimectl.environments.port import Action, Environment, EpisodeTask, Messages, Observation
 from slimectl.sandbox.runner import Limits
 from slimectl.sandbox.shell import Result, Shell
 
@@ -38,7 +38,7 @@ SHOWN = 8000
 """Characters of a command's output that the policy reads, half from its start and half from its end."""
 
 
-class Refused(Exception):
+class UnsupportedTask(Exception):
     """A task needs what the sandbox does not have."""
 
 
@@ -80,7 +80,7 @@ class Harbor(Environment):
             try:
                 self._begin(folder).close()
                 self._folders.append(folder)
-            except (Refused, OSError, tomllib.TOMLDecodeError) as error:
+            except (UnsupportedTask, OSError, tomllib.TOMLDecodeError) as error:
                 self.warnings = (*self.warnings, f"{folder.name}: refused: {error}")
         if not self._folders:
             more = f" (and {len(folders) - 1} more)" if len(folders) > 1 else ""
@@ -89,7 +89,7 @@ class Harbor(Environment):
     def count(self, split: str) -> int:
         return len(self._folders) if split == "train" else 0
 
-    def reset(self, task: Task) -> Observation:
+    def reset(self, task: EpisodeTask) -> Observation:
         self._folder = self._folders[task.index or 0]
         self._shell = self._begin(self._folder)
         self._is_judged = False
@@ -136,13 +136,13 @@ class Harbor(Environment):
         } | self._image.environment
 
     def _begin(self, folder: Path) -> Shell:
-        """Open a shell with the files of the task's image. Raises Refused, or OSError without a sandbox."""
+        """Open a shell with the files of the task's image. Raises UnsupportedTask, or OSError without a sandbox."""
         self._image = image = read_dockerfile(folder / "environment" / "Dockerfile")
         _check(folder)
         tops = {"/" + path.lstrip("/").partition("/")[0] for path in (image.folder, *(to for _, to in image.copies))}
         tops |= {"/app", "/tests", "/logs", "/root"}
         if system := tops & {"/usr", "/bin", "/lib", "/lib64", "/etc", "/dev", "/proc", "/sys", "/", "/sbin"}:
-            raise Refused(f"the image writes to {min(system)}")
+            raise UnsupportedTask(f"the image writes to {min(system)}")
         shell = Shell(sorted(tops - {"/tmp"}), self._limits)
         try:
             shell.clear(image.folder)
@@ -152,7 +152,7 @@ class Harbor(Environment):
                 shell.run(f"mkdir -p {shlex.quote(place)}", folder="/", environment=self._environment(), seconds=10)
                 result = shell.run(command, folder=place, environment=self._environment(), seconds=60)
                 if result.status != "ended":
-                    raise Refused(f"RUN {command[:80]}: {result.status}: {result.output.strip()[-200:]}")
+                    raise UnsupportedTask(f"RUN {command[:80]}: {result.status}: {result.output.strip()[-200:]}")
         except BaseException:
             shell.close()
             raise
@@ -183,7 +183,7 @@ class Harbor(Environment):
 
 
 def read_dockerfile(path: Path) -> Image:
-    """Read a Dockerfile. Raises Refused for anything but files and commands on a base image."""
+    """Read a Dockerfile. Raises UnsupportedTask for anything but files and commands on a base image."""
     image, has_base = Image(), False
     for line in _instructions(path):
         word, _, arguments = line.partition(" ")
@@ -191,7 +191,7 @@ def read_dockerfile(path: Path) -> Image:
         if word == "FROM":
             name = arguments.split()[0].rpartition("/")[2].partition(":")[0]
             if has_base or name not in BASES:
-                raise Refused(f"FROM {arguments}: only one FROM is supported, with one of {', '.join(BASES)}")
+                raise UnsupportedTask(f"FROM {arguments}: only one FROM is supported, with one of {', '.join(BASES)}")
             has_base = True
         elif word == "WORKDIR":
             image.folder = os.path.normpath(os.path.join(image.folder if has_base else "/", arguments))
@@ -200,25 +200,25 @@ def read_dockerfile(path: Path) -> Image:
         elif word in ("COPY", "ADD"):
             *sources, to = [part for part in shlex.split(arguments) if not part.startswith("--chmod")]
             if any(part.startswith(("--", "http")) for part in sources) or not sources:
-                raise Refused(f"{line[:80]}: can only copy files of the folder")
+                raise UnsupportedTask(f"{line[:80]}: can only copy files of the folder")
             image.copies += [
                 _placed(path.parent, source, to, image.folder, many=len(sources) > 1) for source in sources
             ]
         elif word == "RUN":
             if need := NETWORK.search(arguments):
-                raise Refused(f"RUN {arguments[:80]}: needs {need[0]}, and there is no network")
+                raise UnsupportedTask(f"RUN {arguments[:80]}: needs {need[0]}, and there is no network")
             image.commands.append((arguments, image.folder))
         elif word not in IGNORED:
-            raise Refused(f"{line[:80]}: {word} needs Docker")
+            raise UnsupportedTask(f"{line[:80]}: {word} needs Docker")
     if not has_base:
-        raise Refused("environment/Dockerfile: no FROM line")
+        raise UnsupportedTask("environment/Dockerfile: no FROM line")
     return image
 
 
 def _instructions(path: Path) -> Iterator[str]:
     """Yield the instructions of a Dockerfile, with continued lines joined."""
     if not path.exists():
-        raise Refused("environment/Dockerfile: no such file")
+        raise UnsupportedTask("environment/Dockerfile: no such file")
     text = "\n".join(
         line for line in path.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")
     )
@@ -236,10 +236,10 @@ def _variables(text: str) -> dict[str, str]:
 
 
 def _placed(context: Path, source: str, to: str, folder: str, *, many: bool) -> tuple[Path, str]:
-    """Return a source of COPY with its target. Raises Refused for a pattern or a path outside the folder."""
+    """Return a source of COPY with its target. Raises UnsupportedTask for a pattern or a path outside the folder."""
     path = (context / source.lstrip("/")).resolve()
     if not path.is_relative_to(context.resolve()) or not path.exists():
-        raise Refused(f"COPY {source}: not a file in {context.name}/")
+        raise UnsupportedTask(f"COPY {source}: not a file in {context.name}/")
     place = os.path.join(folder, to)
     is_folder = to.endswith(("/", ".")) or many
     return path, os.path.normpath(os.path.join(place, path.name) if path.is_file() and is_folder else place)
@@ -259,17 +259,17 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _check(folder: Path) -> None:
-    """Raise Refused for a task with its own image, several containers, or a test that needs the network."""
+    """Raise UnsupportedTask for a task with its own image, several containers, or a test that needs the network."""
     if image := _config(folder).get("environment", {}).get("docker_image"):
-        raise Refused(f"task.toml: needs the image {image}")
+        raise UnsupportedTask(f"task.toml: needs the image {image}")
     if list((folder / "environment").glob("*compose*.y*ml")):
-        raise Refused("environment: needs Docker Compose")
+        raise UnsupportedTask("environment: needs Docker Compose")
     test = folder / "tests" / "test.sh"
     if not test.exists():
-        raise Refused("tests/test.sh: no such file")
+        raise UnsupportedTask("tests/test.sh: no such file")
     script = re.sub(r"#.*", "", test.read_text(encoding="utf-8"))
     if need := NETWORK.search(script):
-        raise Refused(f"tests/test.sh: needs {need[0]}, and there is no network")
+        raise UnsupportedTask(f"tests/test.sh: needs {need[0]}, and there is no network")
 
 
 def shown(result: Result) -> str:

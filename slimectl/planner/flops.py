@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from slimectl.architectures.config import Architecture
-from slimectl.planner.parameters import Part, ResidentModel, activated, count, policy_of
+from slimectl.planner.parameters import ParameterPart, ResidentModel, activated, count, policy_of
 from slimectl.planner.workload import GIB, Figure, counted, parameters
 
 
-def passed(parts: Sequence[Part], architecture: Architecture) -> int:
+def passed(parts: Sequence[ParameterPart], architecture: Architecture) -> int:
     """Parameters that multiply a token: the activated ones without the embedding table. A tied head counts."""
     table = 0 if architecture.tied else count(parts, "embedding")
     return activated(parts, architecture) - table
@@ -38,12 +38,12 @@ def attention_width(architecture: Architecture) -> int:
     return int(t["num_attention_heads"] * 2 * t["kv_channels"])
 
 
-def pair_cost(parts: Sequence[Part], architecture: Architecture) -> float:
+def pair_cost(parts: Sequence[ParameterPart], architecture: Architecture) -> float:
     """Attention cost of a pair of tokens, relative to the cost of a token in all products with parameters."""
     return attention_layers(architecture) * attention_width(architecture) / passed(parts, architecture)
 
 
-def token_flops(parts: Sequence[Part], architecture: Architecture, seq_len: int) -> Figure:
+def token_flops(parts: Sequence[ParameterPart], architecture: Architecture, seq_len: int) -> Figure:
     """FLOPs of one token of a sequence, forward and backward, without recomputation."""
     return _token(policy_of(architecture, parts), seq_len)
 
@@ -215,7 +215,7 @@ def state_per_sequence(architecture: Architecture, *, dtype_bytes: int, tensor: 
 
 
 def cache_figures(
-    parts: Sequence[Part],
+    parts: Sequence[ParameterPart],
     architecture: Architecture,
     *,
     dtype_bytes: int,

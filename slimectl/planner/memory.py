@@ -8,7 +8,7 @@ from dataclasses import replace
 from slimectl.architectures.config import Architecture
 from slimectl.planner import activations
 from slimectl.planner.activations import SavedActivation
-from slimectl.planner.parameters import Part, ResidentModel, count, local_params, policy_of, stage_of
+from slimectl.planner.parameters import ParameterPart, ResidentModel, count, local_params, policy_of, stage_of
 from slimectl.planner.workload import CHUNK_LOGITS, KEPT_LOGITS, Figure, Run, counted, parameters, sized, total
 
 
@@ -224,11 +224,11 @@ PEAK = "peak per rank"
 
 
 def figures(
-    parts: Sequence[Part],
+    parts: Sequence[ParameterPart],
     architecture: Architecture,
     run: Run,
     *,
-    adapters: Sequence[Part] = (),
+    adapters: Sequence[ParameterPart] = (),
     other_models: Sequence[ResidentModel] = (),
 ) -> list[Figure]:
     """Weights, gradients, optimizer, activations, head and their sum, on the rank with the largest sum."""
@@ -244,11 +244,11 @@ HOST_PEAK = "host memory per rank"
 
 
 def host_figures(
-    parts: Sequence[Part],
+    parts: Sequence[ParameterPart],
     architecture: Architecture,
     run: Run,
     *,
-    adapters: Sequence[Part] = (),
+    adapters: Sequence[ParameterPart] = (),
     other_models: Sequence[ResidentModel] = (),
 ) -> list[Figure]:
     """Host memory of the rank with the largest sum. Empty if nothing is offloaded."""
@@ -390,7 +390,7 @@ def _unreduced_gradients(model: ResidentModel, run: Run) -> float:
     return float(max(_layer_and_rest(model.trained, model.architecture)))
 
 
-def _layer_and_rest(parts: Sequence[Part], architecture: Architecture) -> tuple[int, int]:
+def _layer_and_rest(parts: Sequence[ParameterPart], architecture: Architecture) -> tuple[int, int]:
     layers = [sum(part.count for part in parts if part.layer == i) for i in range(architecture.layers)]
     return max(layers), count(parts) - sum(layers)
 

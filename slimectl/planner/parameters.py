@@ -20,7 +20,7 @@ KINDS: tuple[Kind, ...] = ("embedding", "attention", "mlp", "experts", "norms", 
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterPart:
     """Parameters of one kind in one layer. `cut` means sharded by tensor (experts: expert tensor) parallelism."""
 
     kind: Kind
@@ -36,7 +36,7 @@ class Part:
     frozen: bool = False
 
 
-def parts_of(links: Sequence[ParamMapping]) -> list[Part]:
+def parts_of(links: Sequence[ParamMapping]) -> list[ParameterPart]:
     """Sum the parameters of a family's links by kind and layer, without buffers."""
     counts: dict[tuple[Kind, int | None, bool, int], list[int]] = {}
     for link in links:
@@ -47,15 +47,18 @@ def parts_of(links: Sequence[ParamMapping]) -> list[Part]:
         sums = counts.setdefault(key, [0, 0])
         sums[0] += math.prod(shape)
         sums[1] += shape[0] if ".adapter.A." in link.megatron else 0
-    return [Part(kind, layer, count, cut, rows, inner) for (kind, layer, cut, rows), (count, inner) in counts.items()]
+    return [
+        ParameterPart(kind, layer, count, cut, rows, inner)
+        for (kind, layer, cut, rows), (count, inner) in counts.items()
+    ]
 
 
-def tower_part(tower: VisionTower, *, frozen: bool) -> Part:
+def tower_part(tower: VisionTower, *, frozen: bool) -> ParameterPart:
     """Return the whole vision tower as a part."""
-    return Part("vision", None, tower.parameters, cut=False, tower=tower, frozen=frozen)
+    return ParameterPart("vision", None, tower.parameters, cut=False, tower=tower, frozen=frozen)
 
 
-def adapter_parts(links: Sequence[ParamMapping], rank: int, targets: Sequence[str]) -> list[Part]:
+def adapter_parts(links: Sequence[ParamMapping], rank: int, targets: Sequence[str]) -> list[ParameterPart]:
     """Parameters of adapters of rank `rank`. Raises SettingsError for a target that matches no layer."""
     layers = set(chosen(linear_layers(links), targets))
     pairs = [pair for link in links for pair in adapter_links(link, layers, rank)]
@@ -79,11 +82,11 @@ def _kind(link: ParamMapping) -> Kind:
     return "attention" if ".self_attention." in name else "norms"
 
 
-def count(parts: Sequence[Part], *kinds: Kind) -> int:
+def count(parts: Sequence[ParameterPart], *kinds: Kind) -> int:
     return sum(part.count for part in parts if not kinds or part.kind in kinds)
 
 
-def activated(parts: Sequence[Part], architecture: Architecture) -> int:
+def activated(parts: Sequence[ParameterPart], architecture: Architecture) -> int:
     """Parameters of the decoder that a token uses: of the experts, only the top k."""
     experts, decoder = count(parts, "experts"), count(parts) - count(parts, "vision")
     if not experts:
@@ -104,7 +107,9 @@ class LocalParams:
         return self.dense + self.experts
 
 
-def local_params(parts: Sequence[Part], architecture: Architecture, layout: ParallelLayout, stage: int) -> LocalParams:
+def local_params(
+    parts: Sequence[ParameterPart], architecture: Architecture, layout: ParallelLayout, stage: int
+) -> LocalParams:
     """Parameters on a rank of pipeline stage `stage`. A tied head is a copy of the embedding on the last stage."""
     dense = experts = 0
     for part in parts:
@@ -119,7 +124,7 @@ def local_params(parts: Sequence[Part], architecture: Architecture, layout: Para
     return LocalParams(dense, experts)
 
 
-def _on_stage(part: Part, architecture: Architecture, layout: ParallelLayout, stage: int) -> bool:
+def _on_stage(part: ParameterPart, architecture: Architecture, layout: ParallelLayout, stage: int) -> bool:
     last = layout.pipeline - 1
     if part.layer is not None:
         return stage_of(part.layer, architecture.layers, layout) == stage
@@ -139,7 +144,10 @@ def stage_of(layer: int, layers: int, layout: ParallelLayout) -> int:
 
 
 def figures(
-    parts: Sequence[Part], architecture: Architecture, layout: ParallelLayout, adapters: Sequence[Part] = ()
+    parts: Sequence[ParameterPart],
+    architecture: Architecture,
+    layout: ParallelLayout,
+    adapters: Sequence[ParameterPart] = (),
 ) -> list[Figure]:
     """Total counts, and the largest count on a rank."""
     by_kind = [(kind, count(parts, kind)) for kind in KINDS]
@@ -174,8 +182,8 @@ class ResidentModel:
 
     name: Literal["policy", "critic", "reference", "teacher"]
     architecture: Architecture
-    parts: Sequence[Part]
-    trained: Sequence[Part] = ()
+    parts: Sequence[ParameterPart]
+    trained: Sequence[ParameterPart] = ()
 
     @property
     def tower(self) -> VisionTower | None:
@@ -199,17 +207,21 @@ class ResidentModel:
         return count(self.trained, "experts") == count(self.parts, "experts")
 
 
-def policy_of(architecture: Architecture, parts: Sequence[Part], adapters: Sequence[Part] = ()) -> ResidentModel:
+def policy_of(
+    architecture: Architecture, parts: Sequence[ParameterPart], adapters: Sequence[ParameterPart] = ()
+) -> ResidentModel:
     """Build the policy. If there are adapters, only they are trained."""
     return ResidentModel("policy", architecture, [*parts, *adapters], adapters or _unfrozen(parts))
 
 
-def _unfrozen(parts: Sequence[Part]) -> list[Part]:
+def _unfrozen(parts: Sequence[ParameterPart]) -> list[ParameterPart]:
     return [part for part in parts if not part.frozen]
 
 
-def critic_of(architecture: Architecture, parts: Sequence[Part], adapters: Sequence[Part] = ()) -> ResidentModel:
+def critic_of(
+    architecture: Architecture, parts: Sequence[ParameterPart], adapters: Sequence[ParameterPart] = ()
+) -> ResidentModel:
     """Build a critic on the same backbone. An untied LM head is in memory but not trained."""
-    head = Part("output", None, int(architecture.transformer["hidden_size"]), cut=False)
+    head = ParameterPart("output", None, int(architecture.transformer["hidden_size"]), cut=False)
     backbone = [part for part in _unfrozen(parts) if part.kind != "output"]
     return ResidentModel("critic", architecture, [*parts, *adapters, head], [*(adapters or backbone), head])

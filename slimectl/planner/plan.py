@@ -12,7 +12,15 @@ from slimectl.architectures.parallel import SETTINGS, ParallelLayout, problems
 from slimectl.architectures.registry import family_of
 from slimectl.errors import SettingsError
 from slimectl.planner import flops, memory, parameters
-from slimectl.planner.parameters import Part, ResidentModel, adapter_parts, critic_of, parts_of, policy_of, tower_part
+from slimectl.planner.parameters import (
+    ParameterPart,
+    ResidentModel,
+    adapter_parts,
+    critic_of,
+    parts_of,
+    policy_of,
+    tower_part,
+)
 from slimectl.planner.search import USABLE, fitting
 from slimectl.planner.vision import VisionTower
 from slimectl.planner.workload import GIB, Figure, Recompute, Run, sized
@@ -22,15 +30,15 @@ Suggestion = tuple[ParallelLayout, Recompute]
 
 
 @dataclass(frozen=True)
-class Model:
+class PlannedModel:
     """Inputs of the formulas: the policy's architecture and parameters, and the other models of the run.
 
     With `adapters`, only they are trained.
     """
 
     architecture: Architecture
-    parts: Sequence[Part]
-    adapters: Sequence[Part] = ()
+    parts: Sequence[ParameterPart]
+    adapters: Sequence[ParameterPart] = ()
     other_models: Sequence[ResidentModel] = ()
 
     @property
@@ -47,7 +55,7 @@ class PlannedRun:
     """Input of the planner: a model with its configuration, a training step, and an engine."""
 
     config: Config
-    shape: Model
+    shape: PlannedModel
     run: Run
     batch: int
     engine_tensor: int
@@ -77,7 +85,7 @@ def model_of(
     teacher: Config | None = None,
     adapts_experts: bool = True,
     freeze_vision_tower: bool = True,
-) -> Model:
+) -> PlannedModel:
     """Build the model from the complete configurations of the policy and of a teacher.
 
     Adapters exclude experts unless `adapts_experts`, because the fsdp policy has them in fused parameters. A vision
@@ -99,7 +107,7 @@ def model_of(
     if teacher is not None:
         teacher_model = model_of(teacher)
         other_models.append(ResidentModel("teacher", teacher_model.architecture, teacher_model.parts))
-    return Model(architecture, parts, adapters, other_models)
+    return PlannedModel(architecture, parts, adapters, other_models)
 
 
 def suggested(card: dict[str, Any], gpus: int) -> Suggestion | None:
@@ -111,18 +119,18 @@ def suggested(card: dict[str, Any], gpus: int) -> Suggestion | None:
     return ParallelLayout(**layout), recompute
 
 
-def fits(model: Model, run: Run, memory_gib: float) -> bool:
+def fits(model: PlannedModel, run: Run, memory_gib: float) -> bool:
     peak = memory.peak(_memory(model, run))
     return peak <= USABLE * memory_gib * GIB
 
 
-def _memory(model: Model, run: Run) -> list[Figure]:
+def _memory(model: PlannedModel, run: Run) -> list[Figure]:
     return memory.figures(
         model.parts, model.architecture, run, adapters=model.adapters, other_models=model.other_models
     )
 
 
-def check(model: Model, run: Run) -> None:
+def check(model: PlannedModel, run: Run) -> None:
     """Raise SettingsError for a run that the trainer would reject."""
     if run.image_tokens > run.seq_len:
         raise SettingsError(
@@ -156,7 +164,13 @@ def _check(architecture: Architecture, run: Run) -> None:
 
 
 def with_layout(
-    model: Model, run: Run, suggestion: Suggestion | None, *, recompute: Recompute | None, batch: int, memory_gib: float
+    model: PlannedModel,
+    run: Run,
+    suggestion: Suggestion | None,
+    *,
+    recompute: Recompute | None,
+    batch: int,
+    memory_gib: float,
 ) -> Run:
     """Return `run` with the suggested layout if that fits, else with the best that fits. Raises SettingsError."""
     if suggestion is not None:
@@ -178,7 +192,7 @@ def with_layout(
 
 
 def plan_run(
-    model: Model,
+    model: PlannedModel,
     run: Run,
     *,
     batch: int,

@@ -12,7 +12,7 @@ from slimectl.architectures.parallel import ParallelLayout, problems
 from slimectl.planner import memory
 from slimectl.planner.activations import columns
 from slimectl.planner.flops import token_flops
-from slimectl.planner.parameters import Part, ResidentModel, local_params, policy_of
+from slimectl.planner.parameters import ParameterPart, ResidentModel, local_params, policy_of
 from slimectl.planner.workload import GIB, Recompute, Run
 
 USABLE = 0.9
@@ -55,13 +55,13 @@ def legal(architecture: Architecture, world: int) -> Iterator[ParallelLayout]:
 
 
 def fitting(
-    parts: Sequence[Part],
+    parts: Sequence[ParameterPart],
     architecture: Architecture,
     run: Run,
     *,
     batch: int,
     memory_gib: float,
-    adapters: Sequence[Part] = (),
+    adapters: Sequence[ParameterPart] = (),
     other_models: Sequence[ResidentModel] = (),
 ) -> Iterator[Choice]:
     """Yield layouts and recomputation that fit `run.world` GPUs, fastest first, for `batch` sequences per step.
@@ -93,7 +93,7 @@ def _parts(run: Run) -> int:
     return layout.model_ranks * layout.pipeline + layout.expert_ranks * layout.expert_tensor
 
 
-def step_seconds(parts: Sequence[Part], architecture: Architecture, run: Run, batch: int) -> float:
+def step_seconds(parts: Sequence[ParameterPart], architecture: Architecture, run: Run, batch: int) -> float:
     """Coarse time of a step: FLOPs, sequential messages, and filling and draining the pipeline."""
     layout = run.layout
     packs = -(-batch * run.seq_len // (run.data * run.pack))

@@ -19,7 +19,7 @@ from slimectl.types import TrainingSample
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Span:
+class AttentionSpan:
     """Input positions [start, start + length) that attend causally to themselves and to all of `context`."""
 
     start: int
@@ -76,7 +76,7 @@ class PackLayout:
     rows: list[int]
     tokens_T: np.ndarray
     positions_T: np.ndarray
-    spans: list[Span]
+    spans: list[AttentionSpan]
     row_R: np.ndarray
     sources_R: np.ndarray
     targets_R: np.ndarray
@@ -93,7 +93,7 @@ class PackLayout:
             self,
             tokens_T=np.concatenate([self.tokens_T, np.zeros(missing, dtype=np.int64)]),
             positions_T=np.concatenate([self.positions_T, np.arange(missing)]),
-            spans=[*self.spans, Span(tokens, missing, np.zeros(0, dtype=np.int64))],
+            spans=[*self.spans, AttentionSpan(tokens, missing, np.zeros(0, dtype=np.int64))],
         )
 
     def predictions(self) -> Predictions:
@@ -115,7 +115,7 @@ def lay_out(rows: Sequence[TrainingSample], pack: Pack) -> PackLayout:
     """Lay out the tries of `pack` one after the other. A pack without rows becomes one unused token."""
     tokens: list[int] = []
     positions: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
-    spans: list[Span] = []
+    spans: list[AttentionSpan] = []
     sources: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
     members = [i for trie in pack for i in trie.rows]
     paths: list[np.ndarray] = []
@@ -131,9 +131,13 @@ def lay_out(rows: Sequence[TrainingSample], pack: Pack) -> PackLayout:
             first = rows[i].prompt_length - 1
             sources.append(path[first : first + rows[i].response_length])
             if count:
-                _append_span(spans, Span(start, count, context))
+                _append_span(spans, AttentionSpan(start, count, context))
     if not pack:
-        tokens, positions, spans = [0], [np.zeros(1, dtype=np.int64)], [Span(0, 1, np.zeros(0, dtype=np.int64))]
+        tokens, positions, spans = (
+            [0],
+            [np.zeros(1, dtype=np.int64)],
+            [AttentionSpan(0, 1, np.zeros(0, dtype=np.int64))],
+        )
     targets = [token for i in members for token in rows[i].tokens[rows[i].prompt_length :]]
     responses = [rows[i].response_length for i in members]
     return PackLayout(
@@ -143,10 +147,10 @@ def lay_out(rows: Sequence[TrainingSample], pack: Pack) -> PackLayout:
     )  # fmt: skip
 
 
-def _append_span(spans: list[Span], span: Span) -> None:
+def _append_span(spans: list[AttentionSpan], span: AttentionSpan) -> None:
     """Append a span, or lengthen the last one if it ends where `span` starts, without a fork between them."""
     if len(span.context) and span.context[-1] == span.start - 1:
         last = spans[-1]
-        spans[-1] = Span(last.start, last.length + span.length, last.context)
+        spans[-1] = AttentionSpan(last.start, last.length + span.length, last.context)
     else:
         spans.append(span)

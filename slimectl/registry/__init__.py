@@ -13,7 +13,7 @@ from typing import Any
 from slimectl.errors import BackendError
 
 
-class Part:
+class Component:
     """A part of slimectl: the import path of its class or function, and facts available without importing it."""
 
     def __init__(self, target: str, **facts: Any) -> None:
@@ -30,14 +30,14 @@ class Registry:
 
     Packages add parts by entry points in the group of the kind. They cannot replace slimectl's own names.
 
-    >>> codecs = Registry("codec", "slimectl.codecs", {"json": Part("json:dumps", binary=False)})
+    >>> codecs = Registry("codec", "slimectl.codecs", {"json": Component("json:dumps", binary=False)})
     >>> codecs.load("json")([1]), codecs.fact("json", "binary"), "jsno" in codecs
     ('[1]', False, False)
     >>> codecs.unknown("jsno")
     "no codec 'jsno'. Did you mean json? Available: json"
     """
 
-    def __init__(self, kind: str, group: str, parts: Mapping[str, Part]) -> None:
+    def __init__(self, kind: str, group: str, parts: Mapping[str, Component]) -> None:
         self.kind = kind
         self.group = group
         self.parts = parts
@@ -117,60 +117,60 @@ ENGINES = Registry(
     "engine",
     "slimectl.engines",
     {
-        "embedded": Part("slimectl.builders.engines:EmbeddedBackend", in_process=True),
-        "sglang": Part("slimectl.builders.installed_engines:SglangBackend", in_process=False, spans_machines=True),
-        "vllm": Part("slimectl.builders.installed_engines:VllmBackend", in_process=False, takes_router=False),
+        "embedded": Component("slimectl.builders.engines:EmbeddedBackend", in_process=True),
+        "sglang": Component("slimectl.builders.installed_engines:SglangBackend", in_process=False, spans_machines=True),
+        "vllm": Component("slimectl.builders.installed_engines:VllmBackend", in_process=False, takes_router=False),
     },
 )
 POLICIES = Registry(
     "policy",
     "slimectl.policies",
     {
-        "fsdp": Part("slimectl.builders.trainers:FsdpBackend"),
-        "megatron": Part("slimectl.builders.trainers:MegatronBackend"),
+        "fsdp": Component("slimectl.builders.trainers:FsdpBackend"),
+        "megatron": Component("slimectl.builders.trainers:MegatronBackend"),
     },
 )
 EXECUTORS = Registry(
     "executor",
     "slimectl.executors",
     {
-        "local": Part("slimectl.builders.executors:LocalBackend"),
-        "ray": Part("slimectl.builders.executors:RayBackend"),
+        "local": Component("slimectl.builders.executors:LocalBackend"),
+        "ray": Component("slimectl.builders.executors:RayBackend"),
     },
 )
 ENVIRONMENTS = Registry(
     "environment",
     "slimectl.environments",
     {
-        "gymnasium": Part("slimectl.environments.gymnasium:Gymnasium"),
-        "harbor": Part("slimectl.environments.harbor:Harbor", library=None),
-        "mcp": Part("slimectl.environments.mcp:Mcp"),
-        "openenv": Part("slimectl.environments.openenv:OpenEnv", library=None),
-        "python": Part("slimectl.environments.user:user_environment", library=None),
-        "reasoning_gym": Part(
+        "gymnasium": Component("slimectl.environments.gymnasium:Gymnasium"),
+        "harbor": Component("slimectl.environments.harbor:Harbor", library=None),
+        "mcp": Component("slimectl.environments.mcp:Mcp"),
+        "openenv": Component("slimectl.environments.openenv:OpenEnv", library=None),
+        "python": Component("slimectl.environments.user:user_environment", library=None),
+        "reasoning_gym": Component(
             "slimectl.environments.reasoning_gym:ReasoningGymTasks", package="reasoning-gym", extra="quickstart"
         ),
-        "textarena": Part("slimectl.environments.textarena:TextArena"),
-        "verifiers": Part("slimectl.environments.verifiers:Verifiers"),
+        "textarena": Component("slimectl.environments.textarena:TextArena"),
+        "verifiers": Component("slimectl.environments.verifiers:Verifiers"),
     },
 )
 TRACKERS = Registry(
     "tracker",
     "slimectl.trackers",
     {
-        "jsonl": Part("slimectl.trackers.jsonl:JsonlTracker"),
-        "mlflow": Part("slimectl.trackers.mlflow:MlflowTracker", library="mlflow", files=r"mlflow/.+"),
-        "stdout": Part("slimectl.trackers.stdout:console_tracker", renames=True),
-        "swanlab": Part(
+        "jsonl": Component("slimectl.trackers.jsonl:JsonlTracker"),
+        "mlflow": Component("slimectl.trackers.mlflow:MlflowTracker", library="mlflow", files=r"mlflow/.+"),
+        "stdout": Component("slimectl.trackers.stdout:console_tracker", renames=True),
+        "swanlab": Component(
             "slimectl.trackers.swanlab:SwanlabTracker", library="swanlab", files=r"swanlab/(run-[^/]+/.+|\.gitignore)"
         ),
-        "tensorboard": Part(
+        "tensorboard": Component(
             "slimectl.trackers.tensorboard:TensorboardTracker",
             library="tensorboard",
             files=r"tensorboard/events\.out\.tfevents\.[^/]+",
         ),
-        "trackio": Part("slimectl.trackers.trackio:TrackioTracker", library="trackio"),
-        "wandb": Part(
+        "trackio": Component("slimectl.trackers.trackio:TrackioTracker", library="trackio"),
+        "wandb": Component(
             "slimectl.trackers.wandb:WandbTracker",
             library="wandb",
             files=r"wandb/((rank-[^/]+/wandb/)?(offline-)?run-[^/]+/.+|(rank-[^/]+/wandb/)?debug[^/]*\.log|(rank-[^/]+/wandb/)?latest-run)",
@@ -181,28 +181,28 @@ VERIFIERS = Registry(
     "verifier",
     "slimectl.verifiers",
     {
-        "by_column": Part("slimectl.rewards.by_column:ByColumn"),
-        "code": Part("slimectl.rewards.code:Code"),
-        "contains": Part("slimectl.rewards.text:Contains"),
-        "dapo": Part("slimectl.rewards.math.dapo:Dapo"),
-        "deepscaler": Part("slimectl.rewards.math.verifier:Deepscaler"),
-        "exact": Part("slimectl.rewards.text:Exact"),
-        "f1": Part("slimectl.rewards.text:F1"),
-        "gpqa": Part("slimectl.rewards.gpqa:Gpqa"),
-        "ifbench": Part("slimectl.rewards.instruction_following.ifbench:IfBench"),
-        "ifeval": Part("slimectl.rewards.instruction_following.ifeval:IfEval"),
-        "judge": Part("slimectl.rewards.judge:Judge"),
-        "length_penalty": Part("slimectl.rewards.shaping:LengthPenalty"),
-        "math": Part("slimectl.rewards.math.verifier:Math"),
-        "numeric": Part("slimectl.rewards.text:Numeric"),
-        "overlong": Part("slimectl.rewards.shaping:Overlong"),
-        "random": Part("slimectl.rewards.shaping:Random"),
-        "reasoning_gym": Part("slimectl.rewards.reasoning_gym:ReasoningGym"),
-        "regex": Part("slimectl.rewards.text:Regex"),
-        "remote_rm": Part("slimectl.rewards.remote:RemoteRm"),
-        "repetition": Part("slimectl.rewards.shaping:Repetition"),
-        "reward_model": Part("slimectl.rewards.reward_model:RewardModel"),
+        "by_column": Component("slimectl.rewards.by_column:ByColumn"),
+        "code": Component("slimectl.rewards.code:Code"),
+        "contains": Component("slimectl.rewards.text:Contains"),
+        "dapo": Component("slimectl.rewards.math.dapo:Dapo"),
+        "deepscaler": Component("slimectl.rewards.math.verifier:Deepscaler"),
+        "exact": Component("slimectl.rewards.text:Exact"),
+        "f1": Component("slimectl.rewards.text:F1"),
+        "gpqa": Component("slimectl.rewards.gpqa:Gpqa"),
+        "ifbench": Component("slimectl.rewards.instruction_following.ifbench:IfBench"),
+        "ifeval": Component("slimectl.rewards.instruction_following.ifeval:IfEval"),
+        "judge": Component("slimectl.rewards.judge:Judge"),
+        "length_penalty": Component("slimectl.rewards.shaping:LengthPenalty"),
+        "math": Component("slimectl.rewards.math.verifier:Math"),
+        "numeric": Component("slimectl.rewards.text:Numeric"),
+        "overlong": Component("slimectl.rewards.shaping:Overlong"),
+        "random": Component("slimectl.rewards.shaping:Random"),
+        "reasoning_gym": Component("slimectl.rewards.reasoning_gym:ReasoningGym"),
+        "regex": Component("slimectl.rewards.text:Regex"),
+        "remote_rm": Component("slimectl.rewards.remote:RemoteRm"),
+        "repetition": Component("slimectl.rewards.shaping:Repetition"),
+        "reward_model": Component("slimectl.rewards.reward_model:RewardModel"),
     },
 )
 
-__all__ = ["ENGINES", "ENVIRONMENTS", "EXECUTORS", "POLICIES", "TRACKERS", "VERIFIERS", "Part", "Registry"]
+__all__ = ["ENGINES", "ENVIRONMENTS", "EXECUTORS", "POLICIES", "TRACKERS", "VERIFIERS", "Component", "Registry"]

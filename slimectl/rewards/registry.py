@@ -26,7 +26,7 @@ LoadPart = Callable[[str, str], Verifier]
 
 
 @dataclass(frozen=True)
-class Part:
+class RewardTerm:
     """One verifier or function of a sum. `key` selects the number in a dict reward."""
 
     name: str
@@ -55,7 +55,7 @@ class WeightedSum(Verifier):
     is None.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[RewardTerm, ...]
     skip_none: bool = False
 
     @property
@@ -220,7 +220,7 @@ def weighted(parts: list[dict[str, Any]], *, load: LoadPart | None = None, skip_
     reward is None is left out of the sum. Raises SettingsError for an invalid part, or two parts of the same name, and
     HookError for a function that does not fit.
     """
-    built: list[Part] = []
+    built: list[RewardTerm] = []
     names = _part_names(parts)
     for index, (entry, name) in enumerate(zip(parts, names, strict=True)):
         options, location = dict(entry), f"score.rm[{index}]"
@@ -237,7 +237,7 @@ def weighted(parts: list[dict[str, Any]], *, load: LoadPart | None = None, skip_
         if name == "score" or name in names[:index]:
             raise SettingsError(f"{location}.name: {name!r} is taken. Give each part its own name.")
         part = _own_function(location, options, load) if rm_type is None else _typed(location, rm_type, options)
-        built.append(Part(name, float(weight), part, key))
+        built.append(RewardTerm(name, float(weight), part, key))
     if not built:
         raise SettingsError("score.rm: no parts. Give [{type = ..., weight = ...}, ...].")
     return WeightedSum(tuple(built), skip_none)

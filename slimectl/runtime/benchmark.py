@@ -40,7 +40,7 @@ GRACE_S = 20.0
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class TimedAccuracy:
     """Accuracy after a round, and the CPU seconds until then without evaluations."""
 
     round: int
@@ -61,7 +61,7 @@ class SeedResult:
     wall_s: float = 0.0
     phases_cpu_s: dict[str, float] = field(default_factory=dict)
     """CPU seconds of the run's own process by phase. Evaluations are one phase."""
-    evaluations: list[Evaluation] = field(default_factory=list)
+    evaluations: list[TimedAccuracy] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON, with seconds rounded to milliseconds."""
@@ -197,11 +197,11 @@ def run_to_target(task: benchmark.BenchmarkTask, values: Mapping[str, Any]) -> I
         from slimectl.runtime.run import TrainingRun
     job = TrainingRun(settings, progress=clock)
 
-    def evaluations() -> Iterator[Evaluation]:
+    def evaluations() -> Iterator[TimedAccuracy]:
         marks = clock.take_evaluations()
         newest = job.recorder.evaluations[-len(marks) :] if marks else []
         for (number, metrics), cpu_s in zip(newest, marks, strict=True):
-            yield Evaluation(number, metrics[task.metric], cpu_s)
+            yield TimedAccuracy(number, metrics[task.metric], cpu_s)
 
     reached = False
     with closing(job.reports(force=True)) as reports:
@@ -225,7 +225,7 @@ def measure(
     values: Mapping[str, Any],
     *,
     seed: int,
-    on_evaluation: Callable[[Evaluation], object] = lambda evaluation: None,
+    on_evaluation: Callable[[TimedAccuracy], object] = lambda evaluation: None,
 ) -> SeedResult:
     """Run a task, given by name or file, with a seed in a separate process whose messages go to stderr.
 
@@ -268,7 +268,7 @@ def collect(
     *,
     seed: int,
     accuracy: float,
-    on_evaluation: Callable[[Evaluation], object] = lambda evaluation: None,
+    on_evaluation: Callable[[TimedAccuracy], object] = lambda evaluation: None,
 ) -> SeedResult | None:
     """Return the result from the lines of `run_to_target`, or None if they end early. Raises the error in them."""
     result = SeedResult(seed)
@@ -278,10 +278,10 @@ def collect(
             error.exit_code = line["exit_code"]
             raise error
         if "total_cpu_s" not in line:
-            result.evaluations.append(Evaluation(**line))
+            result.evaluations.append(TimedAccuracy(**line))
             on_evaluation(result.evaluations[-1])
             continue
-        last = result.evaluations[-1] if result.evaluations else Evaluation(0, 0.0, line["total_cpu_s"])
+        last = result.evaluations[-1] if result.evaluations else TimedAccuracy(0, 0.0, line["total_cpu_s"])
         result.reached = last.accuracy >= accuracy
         result.round, result.accuracy = last.round, last.accuracy
         result.cpu_s = last.cpu_s if result.reached else line["total_cpu_s"]

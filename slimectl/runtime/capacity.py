@@ -17,7 +17,7 @@ from slimectl.errors import CheckpointError, SettingsError, SlimectlError, Stora
 from slimectl.planner import flops
 from slimectl.planner import memory as training_memory
 from slimectl.planner.parameters import count
-from slimectl.planner.plan import Model, PlannedRun, model_of
+from slimectl.planner.plan import PlannedModel, PlannedRun, model_of
 from slimectl.planner.search import USABLE
 from slimectl.planner.workload import Run, parameters, sized
 from slimectl.settings import Settings
@@ -178,7 +178,7 @@ def planned_run(settings: Settings, *, device: Literal["cuda", "cpu"]) -> Planne
     )
 
 
-def _model_of(settings: Settings) -> Model | None:
+def _model_of(settings: Settings) -> PlannedModel | None:
     """Return the planner's description of the run's models, or None if they are unknown to it."""
     try:
         config = configuration(settings)
@@ -187,7 +187,7 @@ def _model_of(settings: Settings) -> Model | None:
         return None
 
 
-def _planned_shape(settings: Settings, config: dict[str, Any]) -> Model:
+def _planned_shape(settings: Settings, config: dict[str, Any]) -> PlannedModel:
     """Return the models of the run: the policy with this configuration, a critic, a reference, a teacher."""
     algorithm, train = settings.algorithm, settings.train
     critic, teacher = algorithm.critic_options, algorithm.teacher_options
@@ -229,7 +229,7 @@ def _training_step(settings: Settings, device: Literal["cuda", "cpu"] | None = N
     )
 
 
-def _engine_bytes(settings: Settings, model: Model, run: Run) -> float:
+def _engine_bytes(settings: Settings, model: PlannedModel, run: Run) -> float:
     """Return the bytes of weights and caches of this process's engine with its maximum number of requests."""
     width = 4 if settings.engine.dtype == "float32" else 2
     cache = flops.cache_per_token(model.architecture, dtype_bytes=width, tensor=1).value

@@ -31,12 +31,12 @@ def judge_case(job: dict[str, Any], test: str) -> None:
     confine(job)
     sys.set_int_max_str_digits(0)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    judge = Judge(CHANNEL)
+    judge = ProgramJudge(CHANNEL)
     reason = judge.verdict(test)
     write_all(VERDICT, json.dumps({"passed": reason == "", "reason": reason[:500]}).encode())
 
 
-class Judge(Peer):
+class ProgramJudge(Peer):
     """Requests the values that a test uses from the program."""
 
     def __init__(self, fd: int) -> None:
@@ -128,7 +128,7 @@ class Judge(Peer):
         raise AttributeError(str(arguments[1])[:100])
 
 
-async def _awaitable(judge: Judge, remote: Any) -> Any:
+async def _awaitable(judge: ProgramJudge, remote: Any) -> Any:
     return judge.ask("run", remote)
 
 
@@ -139,7 +139,7 @@ class Names(dict[str, Any]):
     builtins, the program's definition counts, because it is the one under test: `assert sum(10, 15) == 6`.
     """
 
-    def __init__(self, judge: Judge, from_program: set[str]) -> None:
+    def __init__(self, judge: ProgramJudge, from_program: set[str]) -> None:
         super().__init__(__name__="__main__", __builtins__=builtins)
         self._judge = judge
         self._from_program = from_program

@@ -33,7 +33,7 @@ SCALAR = 2.0
 
 
 @dataclass(frozen=True)
-class Task:
+class SimulatedWork:
     """Task of a rank: `packs` packs for every data-parallel rank, with sequences of `seq_len` tokens."""
 
     rank: int
@@ -97,7 +97,7 @@ class EmptyWeights:
 class SimulatedRank(RankTrace):
     """A trace that answers what depends on data: numbers that are read, and objects that ranks exchange."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: SimulatedWork) -> None:
         super().__init__(FakeTensor)
         self.rows: dict[int, list[float]] = {}
         """Values of the response tokens of every row of the step. No rank has all of them."""
@@ -165,7 +165,7 @@ def balance_routing(trace: SimulatedRank) -> None:
     dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counts_on_host
 
 
-def simulate(task: Task) -> Result:
+def simulate(task: SimulatedWork) -> Result:
     """Run two steps and return the result of the second. The first allocates the persistent memory."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -202,7 +202,7 @@ def simulate(task: Task) -> Result:
     return _result(task, trace)
 
 
-def rows_of(task: Task, packs: int) -> list[TrainingSample]:
+def rows_of(task: SimulatedWork, packs: int) -> list[TrainingSample]:
     """Return rows that fill `packs` packs of every data-parallel rank, without common tokens."""
     # One token more than is computed, because the last token predicts nothing.
     count = task.data * packs * max(1, task.pack // task.seq_len)
@@ -215,7 +215,7 @@ def rows_of(task: Task, packs: int) -> list[TrainingSample]:
     ]
 
 
-def _result(task: Task, trace: RankTrace) -> Result:
+def _result(task: SimulatedWork, trace: RankTrace) -> Result:
     memory = trace.memory
     return Result(
         task.rank, memory.peak["cuda"], memory.at_peak.get("cuda", {}), memory.total["cuda"], memory.peak["cpu"],
@@ -225,7 +225,7 @@ def _result(task: Task, trace: RankTrace) -> Result:
 
 
 def main() -> None:
-    task = Task(**json.load(sys.stdin))
+    task = SimulatedWork(**json.load(sys.stdin))
     with contextlib.redirect_stdout(sys.stderr):
         result = simulate(task)
     json.dump(asdict(result), sys.stdout)

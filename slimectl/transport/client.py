@@ -90,7 +90,7 @@ class RetryPolicy:
     tries: int
 
 
-class RequestRefused(Exception):
+class AttemptFailed(Exception):
     """One attempt failed. `passing` is whether a retry may succeed, `after_s` the wait that the server asks for."""
 
     def __init__(self, message: str, *, passing: bool, after_s: float = 0.0) -> None:
@@ -140,7 +140,7 @@ class HttpClient:
                     await self.turn(url, per_s)
                     try:
                         return await self._try_once(url, body, api_key)
-                    except RequestRefused as refused:
+                    except AttemptFailed as refused:
                         message = str(refused)
                         if not refused.passing or tries == patience.tries:
                             break
@@ -167,12 +167,12 @@ class HttpClient:
                     raise _refusal(response.status, text, response.headers.get("Retry-After", ""))
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, aiohttp.InvalidURL):
-                raise RequestRefused("not an address. Write http://HOST:PORT/PATH", passing=False) from None
-            raise RequestRefused(f"no answer: {error or type(error).__name__}", passing=True) from None
+                raise AttemptFailed("not an address. Write http://HOST:PORT/PATH", passing=False) from None
+            raise AttemptFailed(f"no answer: {error or type(error).__name__}", passing=True) from None
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            raise RequestRefused(f"the response is not JSON: {error_message(parsed(text))}", passing=False) from None
+            raise AttemptFailed(f"the response is not JSON: {error_message(parsed(text))}", passing=False) from None
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -205,12 +205,12 @@ async def _read(response: aiohttp.ClientResponse) -> str:
         chunks.append(chunk)
         size += len(chunk)
         if size > MOST_BYTES:
-            raise RequestRefused(f"the response is larger than {MOST_BYTES >> 20} MiB", passing=False)
+            raise AttemptFailed(f"the response is larger than {MOST_BYTES >> 20} MiB", passing=False)
     return b"".join(chunks).decode(errors="replace")
 
 
-def _refusal(status: int, text: str, after: str) -> RequestRefused:
+def _refusal(status: int, text: str, after: str) -> AttemptFailed:
     after_s = min(float(after), LONGEST_WAIT_S) if after.isdigit() else 0.0
-    return RequestRefused(
+    return AttemptFailed(
         f"answered {status}: {error_message(parsed(text))}", passing=status in PASSING, after_s=after_s
     )

@@ -40,7 +40,7 @@ AGREE_S = 5.0
 
 
 @dataclass(slots=True)
-class Group:
+class TrainerGroup:
     """One process group and its resources. `name` is never reused, because engines may still have an older group."""
 
     name: str
@@ -50,9 +50,9 @@ class Group:
     pending: list[Any] = field(default_factory=list)
 
 
-_GROUPS: dict[str, Group] = {}
+_GROUPS: dict[str, TrainerGroup] = {}
 """Groups of this process, which outlive the pushes that created them."""
-_ABANDONED: list[Group] = []
+_ABANDONED: list[TrainerGroup] = []
 """Groups whose broadcast still waits for an engine. Destroying one would also wait, with the GIL held."""
 
 
@@ -103,7 +103,7 @@ def own_address(urls: Sequence[str]) -> str:
         return str(probe.getsockname()[0])
 
 
-def _join_group(workers: WeightUpdateClient, key: str, *, backend: str, timeout_s: float) -> Group:
+def _join_group(workers: WeightUpdateClient, key: str, *, backend: str, timeout_s: float) -> TrainerGroup:
     """Create a group of this process, rank 0, and the workers' ranks.
 
     Compatible with init_custom_process_group of SGLang 0.5.18 to 0.5.21: a store at host:port. Every key is prefixed
@@ -128,7 +128,7 @@ def _join_group(workers: WeightUpdateClient, key: str, *, backend: str, timeout_
         with suppress(SlimectlError):
             workers.leave(name=name)
         raise _explain(failure, worker_joins)
-    return Group(name, workers, (store, client_store), own_join.result())
+    return TrainerGroup(name, workers, (store, client_store), own_join.result())
 
 
 def _host_store(host: str, limit: timedelta) -> dist.TCPStore:
@@ -154,7 +154,7 @@ def _backend(kind: str, store: Any, world: int, host: str, limit: timedelta) -> 
     return dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), 0, world, options)
 
 
-def _start_broadcast(group: Group, flat: torch.Tensor, timeout_s: float) -> Any:
+def _start_broadcast(group: TrainerGroup, flat: torch.Tensor, timeout_s: float) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     options.timeout = timedelta(seconds=timeout_s)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimectl.agents import chat_trie
-from slimectl.agents.chat_request import ChatRequest, RequestRefused
+from slimectl.agents.chat_request import ChatRequest, EndpointError
 from slimectl.agents.chat_trie import message_key
 from slimectl.agents.openai_chat import chat_response, read_chat
 from slimectl.agents.session import Session
@@ -223,17 +223,17 @@ def test_limits_are_errors_that_name_them():
     engine = ScriptedEngine([tokenizer.encode("numbers")], tokenizer)
     session = session_of(engine, tokenizer, turns=1)
     ask(session, [user("x")])
-    with pytest.raises(RequestRefused, match="has used its 1 turns"):
+    with pytest.raises(EndpointError, match="has used its 1 turns"):
         ask(session, [user("x")])
     assert session.is_cut
     session = session_of(engine, tokenizer, context=4)
-    with pytest.raises(RequestRefused, match="leave no room for a response in a context of 4") as refusal:
+    with pytest.raises(EndpointError, match="leave no room for a response in a context of 4") as refusal:
         ask(session, [user("x")])
     assert (refusal.value.status, refusal.value.code) == (400, "context_length_exceeded")
     session = session_of(engine, tokenizer, response_tokens=2)
     message = ask(session, [user("x")])
     assert engine.log[-1][2].max_tokens == 2
-    with pytest.raises(RequestRefused, match="has used its 2 response tokens"):
+    with pytest.raises(EndpointError, match="has used its 2 response tokens"):
         ask(session, [user("x"), message, user("y")])
 
 

@@ -331,7 +331,7 @@ def test_megatron_is_told_what_the_table_says(name: str):
 
 
 @functools.cache
-def model_of(name: str) -> plan.Model:
+def model_of(name: str) -> plan.PlannedModel:
     return plan.model_of(whole(name))
 
 

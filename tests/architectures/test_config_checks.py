@@ -12,7 +12,7 @@ import torch
 from slimectl.architectures import cards
 from slimectl.architectures.config import raw_config, with_defaults
 from slimectl.architectures.config_checks import DTYPES, check_config
-from slimectl.checkpoints.validate import Model
+from slimectl.checkpoints.validate import ValidatedModel
 from slimectl.errors import CheckpointError
 
 CONFIG: dict[str, Any] = {
@@ -100,7 +100,7 @@ def test_other_nonsense_is_named(changes: dict[str, Any], message: str):
 def test_what_no_family_can_be_is_a_line(changes: dict[str, Any], tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     try:
-        Model(with_defaults(raw_config(tmp_path)))
+        ValidatedModel(with_defaults(raw_config(tmp_path)))
     except CheckpointError as error:
         assert "\n" not in str(error)  # noqa: PT017
 

@@ -15,7 +15,7 @@ from slimectl.cli import bench
 from slimectl.cli.app import app
 from slimectl.errors import SettingsError
 from slimectl.recipes import benchmark
-from slimectl.runtime.benchmark import Evaluation, SeedResult
+from slimectl.runtime.benchmark import SeedResult, TimedAccuracy
 
 TABLE = """
 [benchmark]
@@ -48,7 +48,7 @@ def test_a_target_that_is_not_reached_is_a_row_and_exit_code_1(workshop: Worksho
 
 def result(seed: int, cpu_s: float, *, reached: bool = True) -> SeedResult:
     phases = {"evaluating": 3.0, "training": 20.25, "generating": 30.5, "pushing weights": 0.01}
-    evaluations = [Evaluation(0, 0.25, 7.0), Evaluation(60, 0.76, cpu_s)]
+    evaluations = [TimedAccuracy(0, 0.25, 7.0), TimedAccuracy(60, 0.76, cpu_s)]
     return SeedResult(seed, reached, 60, 0.76, cpu_s, 3.0, 70.0, phases, evaluations)
 
 

@@ -21,7 +21,7 @@ from forkserver import ForkedProcess
 
 from slimectl import builders
 from slimectl.builders import serving
-from slimectl.engines.api_keys import Keys
+from slimectl.engines.api_keys import ServerKeys
 from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.errors import BackendError
 from slimectl.settings import Settings
@@ -138,7 +138,7 @@ def test_a_key_that_was_drawn_lies_where_its_user_alone_reads_it(
     key = file.read_text().strip()
     assert len(key) > 40
     assert key not in Path(f"/proc/{process.pid}/cmdline").read_text()
-    SglangWorkers([f"http://127.0.0.1:{port}"], keys=Keys(admin_api_key=key)).sleep()
+    SglangWorkers([f"http://127.0.0.1:{port}"], keys=ServerKeys(admin_api_key=key)).sleep()
     with pytest.raises(BackendError, match=r"401.*Set its key in engine\.admin_api_key"):
         SglangWorkers([f"http://127.0.0.1:{port}"]).wake()
     # As `--engine-url` does: a server of this user on this machine is opened without a word.

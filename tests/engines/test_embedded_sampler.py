@@ -15,17 +15,17 @@ from slimectl.checkpoints.create import byte_tokenizer
 from slimectl.engines.embedded import token_sampler
 from slimectl.engines.embedded.detokenizer import Detokenizer, StopScanner
 from slimectl.engines.embedded.scheduler import RunningSequence
-from slimectl.engines.embedded.token_sampler import Batch, sample_tokens
+from slimectl.engines.embedded.token_sampler import SamplingBatch, sample_tokens
 from slimectl.types import SamplingParams
 
 PROBS = [0.05, 0.4, 0.1, 0.25, 0.2]
 
 
-def batch_of(*params: SamplingParams, vocabulary: int = 5, ends: frozenset[int] = frozenset()) -> Batch:
+def batch_of(*params: SamplingParams, vocabulary: int = 5, ends: frozenset[int] = frozenset()) -> SamplingBatch:
     loop = asyncio.new_event_loop()
     sequences = [RunningSequence((0,), each, each.seed or 0, 10, ends, loop.create_future()) for each in params]
     loop.close()
-    return Batch(sequences, device=torch.device("cpu"), vocabulary=vocabulary)
+    return SamplingBatch(sequences, device=torch.device("cpu"), vocabulary=vocabulary)
 
 
 def draws(count: int, probs: list[float] = PROBS, **filters: Any) -> torch.Tensor:
@@ -177,7 +177,9 @@ def test_penalties_count_the_answer_alone_and_biases_come_last() -> None:
     torch.testing.assert_close(log_probs, torch.stack((logits.log_softmax(-1)[0, 0], adjusted.log_softmax(-1)[0, 3])))
     rebuilt = batch_of(params)  # as after another sequence has left
     rebuilt.sequences[0].tokens[:] = [0, 2, 0]
-    tokens, again, *_ = sample_tokens(logits, Batch(rebuilt.sequences, device=torch.device("cpu"), vocabulary=5))
+    tokens, again, *_ = sample_tokens(
+        logits, SamplingBatch(rebuilt.sequences, device=torch.device("cpu"), vocabulary=5)
+    )
     assert (tokens.item(), again.item()) == (3, log_probs[1].item())
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from slimectl.engines.embedded.linear import Linear
 from slimectl.engines.embedded.native import SOURCE, Kernels, SpanTable, load_kernels
-from slimectl.engines.embedded.prefix_tree import Span
+from slimectl.engines.embedded.prefix_tree import CachedSpan
 from slimectl.engines.embedded.weights import Weights
 from slimectl.native import compiler
 from slimectl.types import SamplingParams
@@ -76,7 +76,10 @@ def test_attention_reads_spans_and_slots_and_no_token_behind_the_new_one(
     for row, position in enumerate(positions_N.tolist()):
         cache[:, row, :, :position] = torch.randn(2, kv_heads, position, head_dim).to(dtype)
     prefix = torch.randn(layers, 2, kv_heads, 11, head_dim).to(dtype)
-    spans = [Span(prefix[:, :, :, 7:], torch.tensor([0, 2]), 7, 11), Span(prefix[:, :, :, :7], slice(0, 3), 0, 7)]
+    spans = [
+        CachedSpan(prefix[:, :, :, 7:], torch.tensor([0, 2]), 7, 11),
+        CachedSpan(prefix[:, :, :, :7], slice(0, 3), 0, 7),
+    ]
     qkv_NHD = torch.randn(rows, heads + 2 * kv_heads, head_dim).to(dtype)
     for shared, lengths in ((SpanTable([], rows), (0, 0, 0)), (SpanTable(spans, rows), (11, 7, 11))):
         scratch = kernels.attention_scratch(cache, heads, shared)
@@ -97,7 +100,7 @@ def test_spans_change_no_digit(kernels: Kernels, dtype: torch.dtype) -> None:
     qkv_1HD = torch.randn(1, 8, 32).to(dtype)
     whole = torch.cat((prefix[0][:, None], own), 3)
     results = []
-    for cache, position, spans in ((whole, 21, []), (own, 8, [Span(prefix, slice(0, 1), 0, 13)])):
+    for cache, position, spans in ((whole, 21, []), (own, 8, [CachedSpan(prefix, slice(0, 1), 0, 13)])):
         shared, slots = SpanTable(spans, 1), cache.clone()
         scratch = kernels.attention_scratch(slots, 4, shared)
         results.append(kernels.attend(0, qkv_1HD, slots, torch.tensor([position]), shared, scratch))

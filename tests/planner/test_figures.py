@@ -10,11 +10,11 @@ from slimectl.architectures import cards
 from slimectl.architectures.config import with_defaults
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.planner import activations, flops, memory, parameters, plan
-from slimectl.planner.plan import Model
+from slimectl.planner.plan import PlannedModel
 from slimectl.planner.workload import CHUNK_LOGITS, DENSE_SCORES, KEPT_LOGITS, Figure, Run
 
 
-def model(name: str, **beside: Any) -> Model:
+def model(name: str, **beside: Any) -> PlannedModel:
     return plan.model_of(cards.language_model(with_defaults(cards.load(name)["config"])), **beside)
 
 
@@ -56,7 +56,7 @@ def test_parameters_of_an_expert_rank():
 
 
 def test_vocabularies_are_padded_to_what_tensor_parallelism_divides():
-    parts = [parameters.Part("embedding", None, 10 * 4, cut=True, rows=10)]
+    parts = [parameters.ParameterPart("embedding", None, 10 * 4, cut=True, rows=10)]
     assert parameters.local_params(parts, SMALL.architecture, ParallelLayout(tensor=4), 0).dense == 3 * 4
 
 
@@ -108,7 +108,7 @@ def test_one_fsdp_process_holds_masters_gradients_and_moments():
         assert sizes == [weights, 4 * P, 8 * P]
 
 
-def memory_of(found: Model, run: Run) -> dict[str, float]:
+def memory_of(found: PlannedModel, run: Run) -> dict[str, float]:
     lines = memory.figures(
         found.parts, found.architecture, run, adapters=found.adapters, other_models=found.other_models
     )

@@ -16,7 +16,7 @@ from workshop import Workshop
 from slimectl import builders
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import BackendError, SettingsError
-from slimectl.registry import ENGINES, TRACKERS, VERIFIERS, Part, Registry
+from slimectl.registry import ENGINES, TRACKERS, VERIFIERS, Component, Registry
 from slimectl.rewards import known_types, verifier
 from slimectl.settings import Settings
 from slimectl.settings.keys import settings_toml
@@ -199,7 +199,7 @@ def test_two_packages_with_one_name_are_named_both(package: Path, tmp_path: Path
 
 def test_a_built_in_name_reads_no_entry_points(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("slimectl.registry.entry_points", lambda group: pytest.fail("read"))
-    registry = Registry("codec", "slimectl.codecs", {"json": Part("json:dumps", binary=False)})
+    registry = Registry("codec", "slimectl.codecs", {"json": Component("json:dumps", binary=False)})
     assert "json" in registry
     assert (registry.load("json")([1]), registry.fact("json", "binary"), registry.package("json")) == (
         "[1]", False, "slimectl"

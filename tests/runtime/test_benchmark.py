@@ -11,8 +11,8 @@ from workshop import SETTINGS, Workshop
 from slimectl.errors import BackendError, SettingsError, SlimectlError
 from slimectl.recipes import benchmark
 from slimectl.runtime.benchmark import (
-    Evaluation,
     PhaseClock,
+    TimedAccuracy,
     check_prompts,
     collect,
     model_values,
@@ -75,11 +75,11 @@ LINES = [
 
 
 def test_a_result_is_that_of_the_evaluation_that_reached_the_target_or_of_the_whole_run():
-    shown: list[Evaluation] = []
+    shown: list[TimedAccuracy] = []
     reached = collect(iter(LINES), seed=3, accuracy=0.5, on_evaluation=shown.append)
     assert reached is not None
     assert (reached.reached, reached.round, reached.accuracy, reached.cpu_s) == (True, 10, 0.5, 8.0)
-    assert reached.evaluations == shown == [Evaluation(0, 0.25, 6.0), Evaluation(10, 0.5, 8.0)]
+    assert reached.evaluations == shown == [TimedAccuracy(0, 0.25, 6.0), TimedAccuracy(10, 0.5, 8.0)]
     missed = collect(iter(LINES), seed=3, accuracy=0.75)
     assert missed is not None
     assert (missed.reached, missed.round, missed.accuracy, missed.cpu_s) == (False, 10, 0.5, 9.0)

@@ -19,7 +19,7 @@ from slimectl.checkpoints.safetensors_io import TensorMemory, TensorSpec
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist, newest
 from slimectl.checkpoints.torch_dist.reader import TorchDistReader
 from slimectl.checkpoints.torch_dist.writer import Chunk
-from slimectl.checkpoints.validate import EMBEDDING, Model, refuse_extra
+from slimectl.checkpoints.validate import EMBEDDING, ValidatedModel, refuse_extra
 from slimectl.errors import CheckpointError
 from slimectl.protocols import Weights
 
@@ -36,7 +36,7 @@ class TorchDistWeights:
     shapes.
     """
 
-    def __init__(self, folder: Path, model: Model, memory: TensorMemory | None = None) -> None:
+    def __init__(self, folder: Path, model: ValidatedModel, memory: TensorMemory | None = None) -> None:
         self._model = model
         self._reader = TorchDistReader(folder, memory)
         self._last: tuple[ParamMapping | None, dict[str, Tensor]] = (None, {})
@@ -130,10 +130,10 @@ class ModelCheckpoint(HFCheckpoint):
     def open(self, path: Path, memory: TensorMemory | None = None) -> Weights:
         if not is_torch_dist(path):
             return super().open(path, memory)
-        return TorchDistWeights(newest(path), Model(read_config(path)))
+        return TorchDistWeights(newest(path), ValidatedModel(read_config(path)))
 
 
-def chunks_of(weights: Weights, model: Model, carried: tuple[str, ...]) -> list[Chunk]:
+def chunks_of(weights: Weights, model: ValidatedModel, carried: tuple[str, ...]) -> list[Chunk]:
     """Build the chunks of all Megatron parameters of a model. `weights` must hold the tensors of its links.
 
     Norms are stored once, under the names of both mcore's local modules and its TransformerEngine modules. Raises
@@ -152,7 +152,7 @@ def chunks_of(weights: Weights, model: Model, carried: tuple[str, ...]) -> list[
     return chunks
 
 
-def extra_states(model: Model) -> list[str]:
+def extra_states(model: ValidatedModel) -> list[str]:
     """Return the keys of the modules' extra state (TransformerEngine's for fp8), which mcore requires.
 
     They cover all module types. mcore ignores keys of modules that the model does not have.
@@ -183,7 +183,9 @@ def _dtype(link: ParamMapping, forms: Mapping[str, TensorSpec]) -> torch.dtype:
     return dtypes.pop()
 
 
-def _chunks(weights: Weights, model: Model, link: ParamMapping, dtype: torch.dtype, empty: Empty) -> Iterator[Chunk]:
+def _chunks(
+    weights: Weights, model: ValidatedModel, link: ParamMapping, dtype: torch.dtype, empty: Empty
+) -> Iterator[Chunk]:
     def load(rows: tuple[int, int]) -> Tensor:
         parameter = link.to_megatron([weights.get(name) for name in link.hf], empty)
         return parameter[rows[0] : rows[1]] if rows != (0, link.shape[0]) else parameter

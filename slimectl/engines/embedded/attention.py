@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slimectl.engines.embedded.kv_cache import Cache
 from slimectl.engines.embedded.native import Kernels, SpanTable
-from slimectl.engines.embedded.prefix_tree import Span
+from slimectl.engines.embedded.prefix_tree import CachedSpan
 from slimectl.errors import CheckpointError
 
 BY_LENGTH = ("dynamic", "longrope")
@@ -159,7 +159,7 @@ class Decode:
         *,
         heads: int,
         dtype: torch.dtype,
-        spans: Sequence[Span] = (),
+        spans: Sequence[CachedSpan] = (),
         kernels: Kernels | None = None,
     ) -> None:
         self._cache = cache

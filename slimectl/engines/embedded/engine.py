@@ -19,7 +19,7 @@ from slimectl.data.images import Patches
 from slimectl.engines.embedded.detokenizer import Detokenizer, StopScanner
 from slimectl.engines.embedded.grammar import TokenGrammar, TokenSet, Vocabulary, token_table
 from slimectl.engines.embedded.json_grammar import compiled
-from slimectl.engines.embedded.model import Model, TokenScores
+from slimectl.engines.embedded.model import EngineModel, TokenScores
 from slimectl.engines.embedded.pictures import Pictures
 from slimectl.engines.embedded.runner import Runner, Stats, non_finite_error
 from slimectl.engines.embedded.scheduler import RunningSequence
@@ -110,7 +110,7 @@ class EmbeddedEngine:
         self.max_context = max_context or int(text_config.max_position_embeddings)
         self.device = device
         torch_device = self._device = torch.device(device)
-        self._model = Model(config, dtype=dtype, device=torch_device, compile_kernels=compile_kernels)
+        self._model = EngineModel(config, dtype=dtype, device=torch_device, compile_kernels=compile_kernels)
         self._runner = Runner(
             self._model,
             max_running=max_running,

@@ -21,7 +21,7 @@ from slimectl.engines.embedded.kv_cache import Cache
 from slimectl.engines.embedded.mlp import Experts, Mlp
 from slimectl.engines.embedded.native import BlockShape, SpanTable, load_kernels
 from slimectl.engines.embedded.pictures import PictureInputs, Pictures
-from slimectl.engines.embedded.prefix_tree import Node, PrefixTree, Span
+from slimectl.engines.embedded.prefix_tree import CachedSpan, Node, PrefixTree
 from slimectl.engines.embedded.weights import Weights
 from slimectl.errors import CheckpointError
 from slimectl.types import TopTokens
@@ -91,7 +91,7 @@ class Inputs(NamedTuple):
     positions_B: Tensor
     longest: int
     offsets_B: Tensor | None = None
-    spans: Sequence[Span] = ()
+    spans: Sequence[CachedSpan] = ()
     rope_shift_B: Tensor | None = None
 
     @property
@@ -115,7 +115,7 @@ class Inputs(NamedTuple):
         )
 
 
-class Model:
+class EngineModel:
     """Weights and forward pass. The caller owns the cache."""
 
     def __init__(self, config: Any, *, dtype: torch.dtype, device: torch.device, compile_kernels: bool = True) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slimectl.engines.embedded.prefix_tree import Span
+from slimectl.engines.embedded.prefix_tree import CachedSpan
 from slimectl.native.compiler import FLOAT, LONG, POINTER, load_library
 
 SOURCE = Path(__file__).parent / "kernels" / "kernels.c"
@@ -65,7 +65,7 @@ class Panels:
 class SpanTable:
     """The spans that each row reads before its slot, in ascending order. The layout is `Spans` in attention.h."""
 
-    def __init__(self, spans: Sequence[Span], rows: int) -> None:
+    def __init__(self, spans: Sequence[CachedSpan], rows: int) -> None:
         spans_of: list[list[list[int]]] = [[] for _ in range(rows if spans else 0)]
         for span in sorted(spans, key=lambda span: span.start):
             keys = span.keys_values

@@ -213,7 +213,7 @@ class PrefixTree:
             self._recent[ancestor] = None
 
 
-class Span(NamedTuple):
+class CachedSpan(NamedTuple):
     """Keys and values [L, 2, K, T, D] of positions `start` to `end` that rows of a batch read in place."""
 
     keys_values: Tensor
@@ -222,7 +222,7 @@ class Span(NamedTuple):
     end: int
 
 
-def shared_spans(ends: Sequence[Node | None], *, device: torch.device) -> list[Span]:
+def shared_spans(ends: Sequence[Node | None], *, device: torch.device) -> list[CachedSpan]:
     """Return the spans of a batch. `ends` has the last node that each row reads in place."""
     rows_of: dict[Node, list[int]] = {}
     for row, end in enumerate(ends):
@@ -232,7 +232,7 @@ def shared_spans(ends: Sequence[Node | None], *, device: torch.device) -> list[S
     for node, rows in rows_of.items():
         adjacent = rows[-1] - rows[0] == len(rows) - 1
         index = slice(rows[0], rows[-1] + 1) if adjacent else torch.tensor(rows, device=device)
-        spans.append(Span(node.keys_values, index, node.start, node.end))
+        spans.append(CachedSpan(node.keys_values, index, node.start, node.end))
     return spans
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slimectl.engines.embedded.model import Inputs, Model, Prefix
+from slimectl.engines.embedded.model import EngineModel, Inputs, Prefix
 from slimectl.engines.embedded.prefix_tree import shared_spans
 from slimectl.engines.embedded.scheduler import RunningSequence, Scheduler
-from slimectl.engines.embedded.token_sampler import Batch, Sampled, sample_tokens
+from slimectl.engines.embedded.token_sampler import Sampled, SamplingBatch, sample_tokens
 from slimectl.errors import SettingsError, SlimectlError
 from slimectl.types import TopTokens
 
@@ -43,7 +43,7 @@ class Runner:
     """Steps the sequences of its scheduler. Scheduler slots are cache slots."""
 
     def __init__(
-        self, model: Model, *, max_running: int, max_context: int, prefix_cache_bytes: int, device: torch.device
+        self, model: EngineModel, *, max_running: int, max_context: int, prefix_cache_bytes: int, device: torch.device
     ) -> None:
         self.model = model
         self.tree = model.new_tree(prefix_cache_bytes)
@@ -53,7 +53,7 @@ class Runner:
         self._device = device
         self._cache = model.new_cache()
         self._prefixes: dict[tuple[int, ...], Prefix] = {}  # computed prompts for siblings in the queue
-        self._batch: Batch | None = None  # None if the set of running sequences has changed
+        self._batch: SamplingBatch | None = None  # None if the set of running sequences has changed
 
     @torch.inference_mode()
     def step(self, weight_version: str) -> list[RunningSequence]:
@@ -79,7 +79,7 @@ class Runner:
         self.stats.steps += 1
         return self._retire()
 
-    def _sample(self, logits_BV: Tensor, batch: Batch) -> tuple[Tensor, list[float], list[TopTokens]]:
+    def _sample(self, logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, list[float], list[TopTokens]]:
         """Return a token for each row [B], its log-probability, and the likeliest tokens at its position.
 
         If sampling fails, each row is sampled separately, so that an error ends only its own sequence.
@@ -94,13 +94,13 @@ class Runner:
 
     def _sample_row(self, logits_1V: Tensor, sequence: RunningSequence) -> Sampled:
         try:
-            batch = Batch([sequence], device=self._device, vocabulary=self.model.vocabulary)
+            batch = SamplingBatch([sequence], device=self._device, vocabulary=self.model.vocabulary)
             return sample_tokens(logits_1V, batch)
         except Exception as error:
             sequence.end_with(error)
             return Sampled(torch.zeros(1, dtype=torch.long, device=self._device), torch.zeros(1))
 
-    def _fail_rows(self, logits_BV: Tensor, log_probs: list[float], batch: Batch, weight_version: str) -> None:
+    def _fail_rows(self, logits_BV: Tensor, log_probs: list[float], batch: SamplingBatch, weight_version: str) -> None:
         """End the sequences whose probabilities are not finite because of their parameters or of weights with NaN."""
         finite_B = logits_BV.isfinite().all(-1).tolist()
         for sequence, log_prob, finite in zip(batch.sequences, log_probs, finite_B, strict=True):
@@ -116,14 +116,14 @@ class Runner:
     def _is_reusable(self, tokens: tuple[int, ...]) -> bool:
         return len(tokens) <= self.model.reusable_tokens
 
-    def _rows(self, *, changed: bool) -> Batch:
+    def _rows(self, *, changed: bool) -> SamplingBatch:
         """Return the running sequences as a batch. Reuses the last batch unless sequences joined or left."""
         if self._batch is None or changed:
             running = list(self.scheduler.running)
-            self._batch = Batch(running, device=self._device, vocabulary=self.model.vocabulary)
+            self._batch = SamplingBatch(running, device=self._device, vocabulary=self.model.vocabulary)
         return self._batch
 
-    def _logits(self, batch: Batch, admitted: Admitted) -> Tensor:
+    def _logits(self, batch: SamplingBatch, admitted: Admitted) -> Tensor:
         """Return logits of the next token, first for running sequences and then for new prompts."""
         decoding = len(batch.sequences) - sum(map(len, admitted.values()))
         rows = decoding if admitted else self.model.padded_rows(decoding)  # else the next slots are not free

@@ -42,7 +42,7 @@ class Sampled(NamedTuple):
         return [list(zip(ids, log_probs, strict=True)) for ids, log_probs in rows]
 
 
-def sample_tokens(logits_BV: Tensor, batch: Batch) -> Sampled:
+def sample_tokens(logits_BV: Tensor, batch: SamplingBatch) -> Sampled:
     """Sample one token per row.
 
     Tokens are drawn by inverting the cumulative distribution. This takes one pass over the vocabulary and one random
@@ -72,7 +72,7 @@ def _log(probs: Tensor) -> Tensor:
     return probs.clamp(min=SMALLEST).log_()
 
 
-def _mask_excluded(logits_BV: Tensor, probs_BV: Tensor, batch: Batch) -> Tensor:
+def _mask_excluded(logits_BV: Tensor, probs_BV: Tensor, batch: SamplingBatch) -> Tensor:
     """Return the probabilities renormalized over the tokens that each row may draw.
 
     Excluded are end tokens before the minimum length, and tokens that the grammar does not allow at this position.
@@ -114,7 +114,7 @@ def _draw_by_block(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
     return token_B1.clamp_(max=vocabulary - 1)
 
 
-def _filter(probs_BV: Tensor, batch: Batch) -> Tensor:
+def _filter(probs_BV: Tensor, batch: SamplingBatch) -> Tensor:
     """Set the probabilities of filtered tokens to zero. Return the same tensor if no row has a filter."""
     if batch.top_k_B1 is None and batch.top_p_B1 is None and batch.min_p_B1 is None:
         return probs_BV
@@ -165,7 +165,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-class Batch:
+class SamplingBatch:
     """Model inputs and sampling parameters, one row per sequence."""
 
     def __init__(self, sequences: list[RunningSequence], *, device: torch.device, vocabulary: int) -> None:

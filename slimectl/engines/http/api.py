@@ -40,7 +40,7 @@ class ServerApi(Protocol):
     def add_event(self, event: Mapping[str, Any], request: PendingRequest) -> None:
         """Add one event of the stream to the response.
 
-        Raises Refused for an error in the stream, and Unavailable if the tokens come from weights that were not pushed.
+        Raises StreamError for an error in the stream, and Unavailable for tokens of weights that were not pushed.
         """
         ...
 
@@ -70,7 +70,7 @@ class ServerApi(Protocol):
         ...
 
 
-class Refused(Exception):
+class StreamError(Exception):
     """An error in the middle of a stream, with the HTTP status that it would have had at the start."""
 
     def __init__(self, status: int, body: Any) -> None:
@@ -103,7 +103,7 @@ async def generate(
         async for event in _events(reply.content):
             try:
                 api.add_event(event, request)
-            except Refused as refused:
+            except StreamError as refused:
                 _refuse(url, refused.status, refused.body, api)
             if request.finish is not None:
                 return

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from slimectl.engines.api_keys import NO_KEYS, Keys
+from slimectl.engines.api_keys import NO_KEYS, ServerKeys
 from slimectl.engines.http.api import ServerApi
 from slimectl.engines.http.dispatch import CONNECT_S, Dispatch, LoadBalancer
 from slimectl.engines.http.request import PendingRequest
@@ -47,7 +47,7 @@ class HttpEngine:
         request_timeout_s: float = 14400.0,
         connect_timeout_s: float = 120.0,
         troubled: Callable[[str], object] | None = None,
-        keys: Keys = NO_KEYS,
+        keys: ServerKeys = NO_KEYS,
         shared: bool = False,
         stops: StopTokens | None = None,
     ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from slimectl.engines.api_keys import NO_KEYS, Keys
+from slimectl.engines.api_keys import NO_KEYS, ServerKeys
 from slimectl.engines.http.api import ServerApi, generate
 from slimectl.engines.http.request import Paused, PendingRequest, Unavailable
 from slimectl.errors import BackendError, first_line
@@ -120,7 +120,7 @@ class Dispatch:
         request_timeout_s: float,
         connect_timeout_s: float,
         troubled: Callable[[str], object],
-        keys: Keys = NO_KEYS,
+        keys: ServerKeys = NO_KEYS,
         shared: bool = False,
     ) -> None:
         self.balance, self._api, self._shared = balance, api, shared
@@ -245,7 +245,7 @@ class Dispatch:
         return failure
 
 
-async def _post(url: str, path: str, body: Mapping[str, Any], keys: Keys) -> None:
+async def _post(url: str, path: str, body: Mapping[str, Any], keys: ServerKeys) -> None:
     """Send a request and ignore errors."""
     with contextlib.suppress(BackendError):
         await request("POST", url + path, timeout_s=ABORT_REPLY_S, body=body, headers=keys.headers(url, path))

@@ -21,7 +21,7 @@ import aiohttp
 import torch
 from torch import Tensor
 
-from slimectl.engines.api_keys import NO_KEYS, Keys
+from slimectl.engines.api_keys import NO_KEYS, ServerKeys
 from slimectl.errors import BackendError, StorageError
 from slimectl.protocols import Adapter
 from slimectl.transport import shared_memory
@@ -56,7 +56,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Reply):
+class WorkerReply(Reply):
     """A worker's response to a request for `path`."""
 
     url: str
@@ -77,7 +77,7 @@ class HttpWorkers:
     A response may take `timeout_s`. Picklable. Do not use it inside a running event loop.
     """
 
-    def __init__(self, urls: Sequence[str], *, timeout_s: float = 600.0, keys: Keys = NO_KEYS) -> None:
+    def __init__(self, urls: Sequence[str], *, timeout_s: float = 600.0, keys: ServerKeys = NO_KEYS) -> None:
         self.timeout_s = timeout_s
         self._keys = keys
         self.urls: tuple[str, ...] = ()
@@ -245,7 +245,7 @@ class HttpWorkers:
 
     def _request_all(
         self, path: str, body: Body, *, urls: Sequence[str] | None = None, method: str = "POST"
-    ) -> list[Answer]:
+    ) -> list[WorkerReply]:
         """Send a request to every worker and return the responses. Raises BackendError if a worker refuses."""
         answers = self._ask_all(path, body, urls=urls, method=method)
         for answer in answers:
@@ -261,8 +261,8 @@ class HttpWorkers:
         urls: Sequence[str] | None = None,
         method: str = "POST",
         limit_s: float | None = None,
-    ) -> list[Answer]:
-        async def ask_one(session: aiohttp.ClientSession, url: str) -> Answer:
+    ) -> list[WorkerReply]:
+        async def ask_one(session: aiohttp.ClientSession, url: str) -> WorkerReply:
             return await self._ask(session, url, path, body(url) if callable(body) else body, method=method)
 
         limit_s = min(limit_s or self.timeout_s, self.timeout_s)
@@ -274,7 +274,7 @@ class HttpWorkers:
 
     async def _ask(
         self, session: aiohttp.ClientSession, url: str, path: str, body: Json, *, method: str = "POST"
-    ) -> Answer:
+    ) -> WorkerReply:
         """Send a request to one worker. Raises BackendError if the worker is gone."""
         # Not bytes, because aiohttp would send a large body in one piece and block the loop.
         payload = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -292,7 +292,7 @@ class HttpWorkers:
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise BackendError(f"engine at {url} died during {path} ({reason}). See its log.") from error
-        return Answer(response.status, parsed(text), url, path.partition("?")[0])
+        return WorkerReply(response.status, parsed(text), url, path.partition("?")[0])
 
 
 def ask_all(

@@ -24,7 +24,7 @@ MOST_LAYERS, HIGHEST_RANK = 2**20, 2**16
 REMEDY = 'push whole weights with sync.lora = "merged"'
 
 
-class BaseModel(Protocol):
+class AdapterBase(Protocol):
     """The base model of an adapter, implemented by checkpoints.base_model.BaseModel."""
 
     @property
@@ -43,7 +43,7 @@ class BaseModel(Protocol):
 class MergedAdapter:
     """The weights of an engine: a base model with adapters merged into `layers`."""
 
-    base: BaseModel
+    base: AdapterBase
     layers: frozenset[str] = frozenset()
 
 
@@ -51,7 +51,7 @@ class MergedAdapter:
 class AdapterUpdate:
     """An adapter of `layers` layers, with the float32 parts received so far."""
 
-    base: BaseModel
+    base: AdapterBase
     rank: int
     scale: float
     layers: int
@@ -118,7 +118,7 @@ class AdapterUpdate:
             yield name, weight
 
 
-def announced(fields: RequestBody, folder: Path, open_base: Callable[[Path], BaseModel]) -> AdapterUpdate | None:
+def announced(fields: RequestBody, folder: Path, open_base: Callable[[Path], AdapterBase]) -> AdapterUpdate | None:
     """Read the field `adapter` of a request and open its base model. Return None without the field.
 
     The base model is in the trainer's folder if this machine has it, else in the server's own `folder`. Raises

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from slimectl.engines.api_keys import NO_KEYS, Keys
+from slimectl.engines.api_keys import NO_KEYS, ServerKeys
 from slimectl.engines.supervisor.server_process import ServerProcess
 
 SERVE_KEYS = ("SLIMECTL_ENGINE_API_KEY", "SLIMECTL_ENGINE_ADMIN_API_KEY")
@@ -30,7 +30,7 @@ def serve_server(
     host: str | None = "127.0.0.1",
     start_timeout_s: float = 600.0,
     pause_timeout_s: float = 600.0,
-    keys: Keys = NO_KEYS,
+    keys: ServerKeys = NO_KEYS,
     middleware_paths: Sequence[str] = (),
 ) -> ServerProcess:
     """Build the process of `slimectl serve` for the model in a folder.

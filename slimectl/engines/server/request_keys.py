@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slimectl.chats import shared_keys
-from slimectl.chats.request_keys import LABELS, Keys, names, unset
+from slimectl.chats.request_keys import LABELS, ObjectKeys, names, unset
 
 SAMPLING = names(
     "temperature top_p top_k min_p n stop stop_token_ids ignore_eos skip_special_tokens no_stop_trim stream_interval "
@@ -23,7 +23,7 @@ _NATIVE_NAMES = {
     "seed": "is a name of OpenAI's API. Use sampling_seed.",
     "ebnf": _GRAMMARS,
 }
-SAMPLING_PARAMS = Keys(
+SAMPLING_PARAMS = ObjectKeys(
     SAMPLING | {"max_new_tokens", "min_new_tokens", "sampling_seed"},
     SPACES,
     neutral={
@@ -32,7 +32,7 @@ SAMPLING_PARAMS = Keys(
     },
     remedies=_NATIVE_NAMES,
 )
-GENERATE = Keys(
+GENERATE = ObjectKeys(
     names(
         "text input_ids sampling_params rid stream return_logprob logprob_start_len top_logprobs_num "
         "return_text_in_logprobs return_routed_experts incremental_streaming_output"
@@ -57,7 +57,7 @@ GENERATE = Keys(
         "logprobs": "is a key of OpenAI's API. Use return_logprob and top_logprobs_num.",
     },
 )
-STRUCTURED_OUTPUTS = Keys(
+STRUCTURED_OUTPUTS = ObjectKeys(
     names("json regex choice json_object"),
     neutral=unset(
         "grammar structural_tag disable_any_whitespace disable_additional_properties whitespace_pattern "
@@ -65,7 +65,7 @@ STRUCTURED_OUTPUTS = Keys(
     ),
     remedies={"grammar": "is not supported by `slimectl serve`. Use regex or json."},
 )
-STREAM_OPTIONS = Keys(names("include_usage continuous_usage_stats"), names("include_obfuscation"))
+STREAM_OPTIONS = ObjectKeys(names("include_usage continuous_usage_stats"), names("include_obfuscation"))
 
 _OPENAI = SAMPLING | names(
     "max_tokens max_completion_tokens min_tokens seed stream stream_options logprobs rid request_id return_token_ids "
@@ -73,13 +73,13 @@ _OPENAI = SAMPLING | names(
     "include_stop_str_in_output truncate_prompt_tokens truncation_side return_tokens_as_token_ids"
 )
 _OPENAI_LABELS = LABELS | SPACES | {"guided_decoding_backend"}
-COMPLETIONS = Keys(
+COMPLETIONS = ObjectKeys(
     _OPENAI | {"prompt", "echo", "add_special_tokens"},
     _OPENAI_LABELS,
     shared_keys.OPENAI_NEUTRAL | unset("suffix prompt_embeds"),
     shared_keys.OPENAI_REMEDIES | shared_keys.COMPLETION_REMEDIES,
 )
-CHAT = Keys(
+CHAT = ObjectKeys(
     _OPENAI
     | names(
         "messages tools tool_choice parallel_tool_calls top_logprobs chat_template_kwargs documents reasoning_effort "
@@ -94,33 +94,35 @@ _UPDATE_LABELS = names("flush_cache torch_empty_cache is_async token_step")
 _UPDATE_NEUTRAL = {"selector": ("all",), "load_format": ("auto",)} | unset("keep_pause recapture_cuda_graph manifest")
 
 
-def _update(further: str) -> Keys:
+def _update(further: str) -> ObjectKeys:
     acts = names(f"weight_version abort_all_requests {further}")
-    return Keys(acts, _UPDATE_LABELS, {key: value for key, value in _UPDATE_NEUTRAL.items() if key not in acts})
+    return ObjectKeys(acts, _UPDATE_LABELS, {key: value for key, value in _UPDATE_NEUTRAL.items() if key not in acts})
 
 
-ADAPTER = Keys(names("base fingerprint rank alpha layers"))
-_MEMORY = Keys(frozenset(), neutral={"tags": (["kv_cache"],)})
-_EMPTY = Keys(frozenset())
-ENDPOINTS: Mapping[str, Keys] = {
+ADAPTER = ObjectKeys(names("base fingerprint rank alpha layers"))
+_MEMORY = ObjectKeys(frozenset(), neutral={"tags": (["kv_cache"],)})
+_EMPTY = ObjectKeys(frozenset())
+ENDPOINTS: Mapping[str, ObjectKeys] = {
     "/generate": GENERATE,
     "/v1/completions": COMPLETIONS,
     "/v1/chat/completions": CHAT,
-    "/abort_request": Keys(names("rid abort_all"), frozenset({"abort_message"}), unset("finished_reason")),
-    "/pause_generation": Keys(names("mode")),
-    "/continue_generation": Keys(frozenset(), frozenset({"torch_empty_cache"})),
+    "/abort_request": ObjectKeys(names("rid abort_all"), frozenset({"abort_message"}), unset("finished_reason")),
+    "/pause_generation": ObjectKeys(names("mode")),
+    "/continue_generation": ObjectKeys(frozenset(), frozenset({"torch_empty_cache"})),
     "/flush_cache": _EMPTY,
     "/release_memory_occupation": _MEMORY,
     "/resume_memory_occupation": _MEMORY,
-    "/begin_weight_update": Keys(names("adapter"), neutral={"selector": ("all",)}),
+    "/begin_weight_update": ObjectKeys(names("adapter"), neutral={"selector": ("all",)}),
     "/end_weight_update": _EMPTY,
     "/update_weights_from_disk": _update("model_path delta"),
     "/update_weights_from_tensor": _update("load_format name tensors adapter serialized_named_tensors"),
     "/update_weights_from_distributed": _update("names dtypes shapes group_name load_format"),
-    "/init_weights_update_group": Keys(names("master_address master_port rank_offset world_size group_name backend")),
-    "/destroy_weights_update_group": Keys(names("group_name")),
-    "/update_weight_version": Keys(names("new_version abort_all_requests")),
-    "/weights_checker": Keys(
+    "/init_weights_update_group": ObjectKeys(
+        names("master_address master_port rank_offset world_size group_name backend")
+    ),
+    "/destroy_weights_update_group": ObjectKeys(names("group_name")),
+    "/update_weight_version": ObjectKeys(names("new_version abort_all_requests")),
+    "/weights_checker": ObjectKeys(
         names("action"), neutral={"selector": ("all",), **unset("allow_quant_error skip_tensor_list")}
     ),
 }

@@ -18,7 +18,7 @@ from torch import Tensor
 from slimectl.chats.messages import MessageError
 from slimectl.data.chat import encode, encode_raw
 from slimectl.engines.embedded.weight_delta import Delta
-from slimectl.engines.server.adapters import AdapterUpdate, BaseModel, MergedAdapter
+from slimectl.engines.server.adapters import AdapterBase, AdapterUpdate, MergedAdapter
 from slimectl.engines.server.engine_thread import EngineThread, run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError, body, line, status_of
 from slimectl.engines.server.requests import RequestTable
@@ -47,7 +47,7 @@ class ServerConfig:
     dtype: str
     max_running: int
     read: ReadCheckpoint
-    base_model: Callable[[Path], BaseModel]
+    base_model: Callable[[Path], AdapterBase]
     """Opens a folder as the base model of adapters."""
     version: str = "0"
     """The weight version of the folder."""

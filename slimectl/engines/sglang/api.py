@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from slimectl.data.routed_experts import Routing, encoded
-from slimectl.engines.http.api import GetJson, PostJson, Refused, UnexpectedAnswer
+from slimectl.engines.http.api import GetJson, PostJson, StreamError, UnexpectedAnswer
 from slimectl.engines.http.request import PendingRequest, penalty_fields, text_fields
 from slimectl.types import SamplingParams
 
@@ -121,24 +121,24 @@ def sampling_body(params: SamplingParams, *, limit: int) -> dict[str, Any]:
 
 
 def _check_event(event: Mapping[str, Any]) -> None:
-    """Raise Refused for an error in the stream: an error event, or an "abort" with a status code."""
+    """Raise StreamError for an error in the stream: an error event, or an "abort" with a status code."""
     if "error" in event:
         code = event["error"].get("code") if isinstance(event["error"], dict) else None
-        raise Refused(int(code or 400), event)
+        raise StreamError(int(code or 400), event)
     reason = event["meta_info"].get("finish_reason")
     if isinstance(reason, dict) and reason.get("type") == "abort" and reason.get("status_code"):
-        raise Refused(int(reason["status_code"]), reason)
+        raise StreamError(int(reason["status_code"]), reason)
 
 
 def _routing(text: Any, size: tuple[int, int]) -> Routing:
-    """Decode a response's experts from base64 of int32 [tokens, layers, experts per token]. Raises Refused."""
+    """Decode a response's experts from base64 of int32 [tokens, layers, experts per token]. Raises StreamError."""
     try:
         flat = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
         return encoded(flat.reshape(-1, *size))
     except (TypeError, ValueError):
         shown = "none" if text is None else "another form"
         message = f"routed_experts: {shown}. Start SGLang with --enable-return-routed-experts and this model."
-        raise Refused(400, {"error": {"message": message}}) from None
+        raise StreamError(400, {"error": {"message": message}}) from None
 
 
 async def _score(post: PostJson, query: Mapping[str, Any], *, count: int) -> list[list[tuple[int, float]]]:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slimectl.engines.api_keys import NO_KEYS, Keys
+from slimectl.engines.api_keys import NO_KEYS, ServerKeys
 from slimectl.engines.http.request import NO_WEIGHTS
 from slimectl.engines.sglang.disaggregation import bootstrap_flags, role_flags
 from slimectl.engines.sglang.router import Router
@@ -101,7 +101,7 @@ def sglang_server(
     env: Mapping[str, str] | None = None,
     host: str | None = "127.0.0.1",
     start_timeout_s: float = 600.0,
-    keys: Keys = NO_KEYS,
+    keys: ServerKeys = NO_KEYS,
 ) -> ServerProcess:
     """Build the process of an SGLang server for the model in a folder.
 

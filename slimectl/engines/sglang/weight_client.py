@@ -24,7 +24,7 @@ import aiohttp
 import torch
 from torch import Tensor, dtype
 
-from slimectl.engines.api_keys import NO_KEYS, Keys
+from slimectl.engines.api_keys import NO_KEYS, ServerKeys
 from slimectl.engines.http.weight_client import IDLE_TIMEOUT_S, HttpWorkers, NamedTensor, aligned, dtype_name
 from slimectl.engines.sglang.launch import ADAPTER_LOADER
 from slimectl.errors import BackendError
@@ -42,7 +42,7 @@ OPEN_ALREADY = "already open"
 class SglangWorkers(HttpWorkers):
     """engines.http.weight_client.HttpWorkers for SGLang servers and `slimectl serve`."""
 
-    def __init__(self, urls: Sequence[str], *, timeout_s: float = 600.0, keys: Keys = NO_KEYS) -> None:
+    def __init__(self, urls: Sequence[str], *, timeout_s: float = 600.0, keys: ServerKeys = NO_KEYS) -> None:
         super().__init__(urls, timeout_s=timeout_s, keys=keys)
         self._server_infos: dict[str, dict[str, Any]] = {}
         self._roles: dict[str, str] = {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slimectl.engines.api_keys import Keys
+from slimectl.engines.api_keys import ServerKeys
 from slimectl.engines.supervisor.bootstrap.hidden_keys import FLAGS, KEYS
 from slimectl.errors import BackendError, SettingsError
 from slimectl.redaction import is_secret_name
@@ -71,7 +71,7 @@ class InstalledServer:
         return [argument for name, value in args.items() for argument in self._flag(name, value, fields)]
 
     def launch_flags(
-        self, args: Mapping[str, Any], python: str, *, defaults: Mapping[str, str], keys: Keys
+        self, args: Mapping[str, Any], python: str, *, defaults: Mapping[str, str], keys: ServerKeys
     ) -> tuple[list[str], dict[str, str]]:
         """Return the flags of a server, and the environment variables with its secrets (keys and secret `args`).
 

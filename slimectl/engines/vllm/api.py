@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from slimectl.data.routed_experts import Routing, encoded
-from slimectl.engines.http.api import GetJson, PostJson, Refused, UnexpectedAnswer
+from slimectl.engines.http.api import GetJson, PostJson, StreamError, UnexpectedAnswer
 from slimectl.engines.http.request import PendingRequest, penalty_fields, text_fields
 
 GENERATE = "/inference/v1/generate"
@@ -59,7 +59,7 @@ class VllmApi:
     def add_event(self, event: Mapping[str, Any], request: PendingRequest) -> None:
         """Add one event with new tokens. The last event lists the weight versions of all tokens."""
         if "error" in event:
-            raise Refused(int(event["error"].get("code") or 400), event)
+            raise StreamError(int(event["error"].get("code") or 400), event)
         for choice in event["choices"]:
             space = request.limit - len(request.tokens)
             tokens = (choice.get("token_ids") or [])[:space]
@@ -112,10 +112,10 @@ class VllmApi:
 
 
 def _routing(text: Any) -> Routing:
-    """Decode a response's experts from base64 of a .npy file [tokens, layers, experts per token]. Raises Refused."""
+    """Decode the experts of a response, base64 of .npy [tokens, layers, experts per token]. Raises StreamError."""
     try:
         return encoded(np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False))
     except (TypeError, ValueError, EOFError):
         shown = "none" if text is None else "another form"
         message = f"routed_experts: {shown}. Start vLLM with --enable-return-routed-experts."
-        raise Refused(400, {"error": {"message": message}}) from None
+        raise StreamError(400, {"error": {"message": message}}) from None

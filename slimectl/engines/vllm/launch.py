@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slimectl.engines.api_keys import NO_KEYS, Keys
+from slimectl.engines.api_keys import NO_KEYS, ServerKeys
 from slimectl.engines.http.request import NO_WEIGHTS
 from slimectl.engines.supervisor.installed import InstalledServer, language_config
 from slimectl.engines.supervisor.server_process import ServerProcess
@@ -87,7 +87,7 @@ def vllm_server(
     env: Mapping[str, str] | None = None,
     host: str | None = "127.0.0.1",
     start_timeout_s: float = 600.0,
-    keys: Keys = NO_KEYS,
+    keys: ServerKeys = NO_KEYS,
 ) -> ServerProcess:
     """Build the process of a vLLM server for the model in a folder.
 
@@ -123,7 +123,7 @@ def vllm_server(
     )  # fmt: skip
 
 
-def _name_weights(url: str, *, version: str, keys: Keys) -> None:
+def _name_weights(url: str, *, version: str, keys: ServerKeys) -> None:
     """Set the version of the weights that a server has read from its folder. vLLM's default is "default"."""
     path = "/update_weight_version"
     body, headers = {"new_version": version}, keys.headers(url, path)

@@ -49,7 +49,7 @@ class Worker:
 
 
 @dataclass(eq=False)
-class Task:
+class RayTask:
     """Item in flight, and its result once it is done."""
 
     item: Any
@@ -71,10 +71,10 @@ class Pool:
     def map(self, fn: Limited, items: Iterable[Any], *, workers: int) -> Iterator[Any]:
         """Yield results in order (protocols.Executor.map, for one worker or more)."""
         mapping = Mapping(self, fn, workers)
-        window: deque[Task] = deque()
+        window: deque[RayTask] = deque()
         try:
             for item in items:
-                window.append(Task(item))
+                window.append(RayTask(item))
                 mapping.waiting.append(window[-1])
                 if len(window) >= IN_HAND * workers:
                     yield mapping.result(window.popleft())
@@ -117,12 +117,12 @@ class Mapping:
     """One `map` call: assigns items to workers and collects results."""
 
     def __init__(self, pool: Pool, limited: Limited, workers: int) -> None:
-        self.waiting: deque[Task] = deque()
+        self.waiting: deque[RayTask] = deque()
         self._pool, self._limited, self._fn = pool, limited, cloudpickle.dumps(limited)
         self._free = pool.taken(workers, self._fn)
-        self._busy: dict[Any, Task] = {}
+        self._busy: dict[Any, RayTask] = {}
 
-    def result(self, task: Task) -> Any:
+    def result(self, task: RayTask) -> Any:
         """Wait for the result of a task. Other tasks proceed, except during a second attempt, which runs alone."""
         while True:
             while self.waiting and self._free:
@@ -133,7 +133,7 @@ class Mapping:
                 return task.result
             self._step()
 
-    def _try_alone(self, task: Task) -> None:
+    def _try_alone(self, task: RayTask) -> None:
         while self._busy:
             self._step()
         task.tried_again, task.done = True, False
@@ -148,7 +148,7 @@ class Mapping:
         kill([worker.actor for worker in busy], [worker.location for worker in busy])
         self._free, self._busy = [], {}
 
-    def _assign(self, task: Task, worker: Worker) -> None:
+    def _assign(self, task: RayTask, worker: Worker) -> None:
         task.worker, task.started = worker, time.monotonic()
         self._busy[worker.actor.work.remote(task.item)] = task
 
@@ -169,7 +169,7 @@ class Mapping:
         for reference in [reference for reference, task in self._busy.items() if task.started <= longest]:
             self._replace(self._busy.pop(reference), TimeoutError(f"took longer than {wall_s:g} s"))
 
-    def _finish(self, task: Task, reference: Any) -> None:
+    def _finish(self, task: RayTask, reference: Any) -> None:
         assert task.worker is not None
         try:
             task.result, task.done = ray.get(reference), True
@@ -181,7 +181,7 @@ class Mapping:
             return
         self._free.append(task.worker)
 
-    def _overrun(self, task: Task) -> TimeoutError | None:
+    def _overrun(self, task: RayTask) -> TimeoutError | None:
         """Return the error of a task whose worker probably ended at a limit. Ray does not report the signal.
 
         All threads of the worker use its CPU time, including Ray's, so half of the wall time may have passed.
@@ -191,7 +191,7 @@ class Mapping:
             return overrun(WALL_SIGNAL, cpu_s, wall_s)
         return overrun(CPU_SIGNAL, cpu_s, wall_s) if cpu_s is not None and elapsed_s >= cpu_s / 2 else None
 
-    def _replace(self, task: Task, result: BaseException) -> None:
+    def _replace(self, task: RayTask, result: BaseException) -> None:
         """Set the item's result to its worker's failure, and replace the worker."""
         assert task.worker is not None
         kill([task.worker.actor], [task.worker.location])

@@ -23,7 +23,7 @@ from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.architectures.mapping import Shape
 from slimectl.architectures.qwen_vl import published_name
 from slimectl.architectures.registry import FAMILIES, family_of
-from slimectl.checkpoints.validate import Model
+from slimectl.checkpoints.validate import ValidatedModel
 from slimectl.errors import CheckpointError, RecordError, first_line
 from slimectl.policies.fsdp import attention
 from slimectl.policies.fsdp.packed_batch import PackedBatch
@@ -238,7 +238,7 @@ def _carried_patterns(hf: Any) -> list[re.Pattern[str]]:
 def _remedy(path: Path, name: str) -> str:
     """Return what to do about a tensor that the module lacks. Its family may have it in another layout."""
     has_family = any(raw_config(path).get("model_type") in family.model_types for family in FAMILIES.values())
-    if has_family and any(name in link.hf for link in Model(read_config(path)).links):
+    if has_family and any(name in link.hf for link in ValidatedModel(read_config(path)).links):
         return "fsdp does not read this layout. Train it with the megatron backend"
     return OTHER_MODEL
 

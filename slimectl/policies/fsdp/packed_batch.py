@@ -17,7 +17,7 @@ from slimectl.algorithms.packing import Pack
 from slimectl.data.images import ImageProcessor
 from slimectl.policies.causal_attention import CHUNK
 from slimectl.policies.fsdp.vision import ImageBatch, image_batch
-from slimectl.policies.pack_layout import Predictions, Span, lay_out
+from slimectl.policies.pack_layout import AttentionSpan, Predictions, lay_out
 from slimectl.types import TrainingSample
 
 LEAST_FILL = 0.85
@@ -105,7 +105,7 @@ def build_packed_batch(
 
 
 def _grid(
-    spans: list[Span], *, dtype: torch.dtype, device: torch.device
+    spans: list[AttentionSpan], *, dtype: torch.dtype, device: torch.device
 ) -> tuple[np.ndarray, list[CausalBucket], list[BranchBucket]]:
     """Group spans into buckets, and list the input position at each row of the grid (-1 for padding)."""
     order: list[np.ndarray] = []
@@ -126,13 +126,13 @@ def _grid(
     return np.concatenate(order), causal, branches
 
 
-def _buckets(spans: list[Span]) -> list[list[Span]]:
+def _buckets(spans: list[AttentionSpan]) -> list[list[AttentionSpan]]:
     """Sort spans into buckets: roots first, then branches in descending order of context length.
 
     A new bucket starts where padding would cost more than a call. Long branches fill calls of their own, so they are
     grouped only with branches of equal context length, which need no mask.
     """
-    buckets: list[list[Span]] = []
+    buckets: list[list[AttentionSpan]] = []
     real = length = depth = 0
     for span in sorted(spans, key=lambda span: (len(span.context) > 0, -len(span.context), -span.length, span.start)):
         real, length = real + span.area, max(length, span.length)
@@ -151,7 +151,9 @@ def _waste(length: int, depth: int, count: int, real: int) -> float:
     return padded - real - max(CALL_PAIRS, (1 - LEAST_FILL) * padded)
 
 
-def _branches(bucket: list[Span], start: int, length: int, dtype: torch.dtype, device: torch.device) -> BranchBucket:
+def _branches(
+    bucket: list[AttentionSpan], start: int, length: int, dtype: torch.dtype, device: torch.device
+) -> BranchBucket:
     """Build a bucket of branches. Padded rows still attend to their context: a softmax over nothing would be NaN."""
     widest = max(len(span.context) for span in bucket)
     context_BP = np.empty((len(bucket), widest), dtype=np.int64)

@@ -122,7 +122,7 @@ def _local_positions(lengths: Sequence[int], starts: Sequence[int], rank: int, c
 
 
 @dataclass
-class Batch:
+class MicroBatch:
     """One micro-batch. `members` are the indices of its rows in the caller's batch, in the order of `targets_R`."""
 
     members: list[int]
@@ -173,7 +173,7 @@ def laid_out(
     rank: int,
     device: torch.device,
     multiple: int = 1,
-) -> Batch:
+) -> MicroBatch:
     """Build the part of `pack` for context-parallel rank `rank`. Its tokens are a multiple of `multiple`.
 
     The padding for this is a separate sequence. Appended to another sequence, it would lengthen that attention call.
@@ -200,7 +200,7 @@ def laid_out(
     local_R = local_S[place[pack_layout.sources_R]]
     (mine_M,) = np.nonzero(local_R >= 0)
     predictions = predicted_once(local_R[mine_M], pack_layout.targets_R[mine_M])
-    return Batch(
+    return MicroBatch(
         members=pack_layout.rows,
         sequences=sequences,
         paths=[place[path] for path in pack_layout.paths],

@@ -18,11 +18,11 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from slimectl.policies.lm_head import VocabularyShard, linear_logits, predicted_log_probs
-from slimectl.policies.megatron.batch import Batch
+from slimectl.policies.megatron.batch import MicroBatch
 
 
 def response_log_probs(
-    hidden_T1H: Tensor, weight_VH: Tensor, batch: Batch, *, vocab_size: int, temperature: float, entropy: bool
+    hidden_T1H: Tensor, weight_VH: Tensor, batch: MicroBatch, *, vocab_size: int, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities [R], and entropies [R] if requested. All ranks of the pack get the same numbers.
 
@@ -41,7 +41,7 @@ def response_log_probs(
 
 
 def response_logits(
-    hidden_T1H: Tensor, weight_VH: Tensor, batch: Batch, *, vocab_size: int, temperature: float
+    hidden_T1H: Tensor, weight_VH: Tensor, batch: MicroBatch, *, vocab_size: int, temperature: float
 ) -> Tensor:
     """Return logits over the temperature [R, vocabulary], on every rank. Gradients are as in `response_log_probs`."""
     hidden_UH = whole(hidden_T1H)[batch.predictions.sources_U]
@@ -68,7 +68,7 @@ def whole(hidden_T1H: Tensor) -> Tensor:
     return hidden_T1H[:, 0]
 
 
-def in_pack(values_M: Tensor, batch: Batch) -> Tensor:
+def in_pack(values_M: Tensor, batch: MicroBatch) -> Tensor:
     """Combine the values of all context-parallel ranks, in the order of the pack's response tokens."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return values_M

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from slimectl.policies.megatron.batch import Batch
+from slimectl.policies.megatron.batch import MicroBatch
 from slimectl.types import TrainingSample
 
 
@@ -138,7 +138,7 @@ class MoEAuxLossScaler:
         clear_aux_losses_tracker()
         self.weight = sum(sum(row.loss_weights) for row in rows) / max(1, packs)
 
-    def weigh(self, batch: Batch) -> None:
+    def weigh(self, batch: MicroBatch) -> None:
         """Set the loss coefficients for a micro-batch. Call it before the forward."""
         if not self.active:
             if not batch.members:

@@ -16,7 +16,7 @@ from slimectl.architectures.config import Architecture
 from slimectl.architectures.parallel import ParallelLayout, problems
 from slimectl.errors import BackendError, CheckpointError, SettingsError
 from slimectl.policies.megatron import cpu_patches
-from slimectl.policies.megatron.batch import Batch
+from slimectl.policies.megatron.batch import MicroBatch
 from slimectl.policies.token_batch import merge_metrics, read_metrics
 from slimectl.types import Metrics
 
@@ -114,16 +114,16 @@ def _gather_replicas(part: dict[Any, Any]) -> list[dict[Any, Any]]:
     return parts
 
 
-Finish = Callable[[Batch, Tensor], tuple[Tensor, Any]]
+Finish = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 """(batch, hidden states) on the last stage: the value to differentiate, and the output to return."""
 
-Forward = Callable[[Batch, int], Tensor]
+Forward = Callable[[MicroBatch, int], Tensor]
 """(batch, index of a chunk): its hidden states."""
 
 
 def run(
     chunks: Sequence[nn.Module],
-    batches: Sequence[Batch],
+    batches: Sequence[MicroBatch],
     finish: Finish,
     *,
     forward: Forward,
@@ -135,7 +135,7 @@ def run(
     optimizer.step reduces them over ranks, so that several calls make one step.
     """
 
-    def step(batches: Iterator[Batch], chunk: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    def step(batches: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = next(batches)
         hidden = forward(batch, next(i for i, candidate in enumerate(chunks) if candidate is chunk))
 

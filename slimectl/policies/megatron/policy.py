@@ -20,7 +20,7 @@ from slimectl.architectures.mapping import ParamMapping
 from slimectl.model_files import trainer_folder
 from slimectl.policies.checkpoint import VALUE_HEAD, check_value_head, new_trainer_folder, read_tensors, write_float32
 from slimectl.policies.lm_head import of_logits
-from slimectl.policies.megatron.batch import Batch
+from slimectl.policies.megatron.batch import MicroBatch
 from slimectl.policies.megatron.head import in_pack, response_log_probs, response_logits
 from slimectl.policies.megatron.master_weights import PARAM
 from slimectl.policies.megatron.model import PackedGPT
@@ -39,7 +39,7 @@ class MegatronPolicy(MegatronTrainer):
         self.temperature = temperature
 
     def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
-        def finish(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[int, list[float]]]:
+        def finish(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[int, list[float]]]:
             logprobs_R, _ = self._log_probs(batch, hidden, entropy=False)
             return hidden.new_zeros(()), batch.by_row(rows, logprobs_R)
 
@@ -50,7 +50,7 @@ class MegatronPolicy(MegatronTrainer):
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
         names = available_columns(rows)
 
-        def evaluate(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def evaluate(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logits_RV: Tensor | None = None
             if getattr(loss, "needs_logits", False):
                 logits_RV = response_logits(hidden, self.last.output_weight, batch, **self._head_options)
@@ -71,11 +71,11 @@ class MegatronPolicy(MegatronTrainer):
     def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
         return consumer(self.weights())
 
-    def _predicted_values(self, batch: Batch, hidden: Tensor) -> Tensor | None:
+    def _predicted_values(self, batch: MicroBatch, hidden: Tensor) -> Tensor | None:
         """Return the values [R] of the states before the response tokens, or None without a shared critic."""
         return None
 
-    def _log_probs(self, batch: Batch, hidden: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def _log_probs(self, batch: MicroBatch, hidden: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         return response_log_probs(hidden, self.last.output_weight, batch, entropy=entropy, **self._head_options)
 
     @property
@@ -94,7 +94,7 @@ class ValueHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, width, dtype=dtype, device=device))
 
-    def forward(self, hidden_T1H: Tensor, batch: Batch) -> Tensor:
+    def forward(self, hidden_T1H: Tensor, batch: MicroBatch) -> Tensor:
         """Return the values [R] of the state before each response token, at the token that predicts it."""
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             # From here on all ranks compute the same, so each keeps the gradient of its own tokens and none are summed.
@@ -110,7 +110,7 @@ class WithValueHead(MegatronTrainer):
     def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         """Return one value per response token, without gradients."""
 
-        def finish(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[int, list[float]]]:
+        def finish(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[int, list[float]]]:
             return hidden.new_zeros(()), batch.by_row(rows, self.last.value_head(hidden, batch))
 
         return self.of_rows(rows, finish)
@@ -141,7 +141,7 @@ class MegatronCritic(WithValueHead):
         """Implement protocols.Policy.forward_backward. The loss reads the differentiable values as `logprobs_T`."""
         names = available_columns(rows)
 
-        def evaluate(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def evaluate(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             values_R = self.last.value_head(hidden, batch)
             if not batch.members:
                 return values_R.sum(), {}
@@ -212,5 +212,5 @@ class MegatronActorCritic(WithValueHead, MegatronPolicy):
     def _open_weights(self, path: Path) -> Weights:
         return WithSeparateValueHead(super()._open_weights(path), trainer_folder(path) / VALUE_HEAD)
 
-    def _predicted_values(self, batch: Batch, hidden: Tensor) -> Tensor | None:
+    def _predicted_values(self, batch: MicroBatch, hidden: Tensor) -> Tensor | None:
         return self.last.value_head(hidden, batch)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from slimectl.algorithms.packing import Pack, tokens_of
 from slimectl.data.routed_experts import routing_marks
-from slimectl.policies.megatron.batch import Batch
+from slimectl.policies.megatron.batch import MicroBatch
 from slimectl.policies.pack_layout import lay_out
 from slimectl.policies.routed_experts import RoutingShape
 from slimectl.types import TrainingSample
@@ -111,7 +111,7 @@ class RoutingReplay:
             self._tokens += tokens_of(pack)
         self._numbers = numbers
 
-    def record(self, rows: Sequence[TrainingSample], batch: Batch, chunk: int) -> None:
+    def record(self, rows: Sequence[TrainingSample], batch: MicroBatch, chunk: int) -> None:
         """Record the experts that the routers of a chunk selected. Call it after the forward."""
         if not self.taps[chunk]:
             return
@@ -132,7 +132,7 @@ class RoutingReplay:
         self._computed.append(self._numbers)
         self._current_pass, self._numbers = {}, {}
 
-    def replay(self, rows: Sequence[TrainingSample], batch: Batch, chunk: int) -> None:
+    def replay(self, rows: Sequence[TrainingSample], batch: MicroBatch, chunk: int) -> None:
         """Set the recorded experts of these rows for the routers of a chunk. Call it before the forward.
 
         Routers select the experts of rows without a record.
@@ -202,14 +202,14 @@ def key(row: TrainingSample) -> bytes:
     return hashlib.blake2b(array("q", row.tokens).tobytes(), digest_size=16).digest()
 
 
-def _gather_pack(local_NLk: Tensor, batch: Batch) -> Tensor:
+def _gather_pack(local_NLk: Tensor, batch: MicroBatch) -> Tensor:
     """Gather the experts of all tensor- and context-parallel ranks' tokens, in the order of the pack."""
     rank_TLk = _all_gather(local_NLk, parallel_state.get_tensor_model_parallel_group())
     all_SLk = _all_gather(rank_TLk, parallel_state.get_context_parallel_group())
     return all_SLk if batch.sequences.order_S is None else all_SLk[batch.sequences.order_S]
 
 
-def _local_tokens(experts_SLk: Tensor, batch: Batch) -> Tensor:
+def _local_tokens(experts_SLk: Tensor, batch: MicroBatch) -> Tensor:
     rank_TLk = experts_SLk[batch.sequences.index_T]
     group = parallel_state.get_tensor_model_parallel_group()
     return rank_TLk.chunk(group.size())[group.rank()]

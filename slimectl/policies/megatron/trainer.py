@@ -29,7 +29,7 @@ from slimectl.policies.determinism import in_kernels
 from slimectl.policies.host_memory import HostMemory
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of
 from slimectl.policies.megatron import checkpoint, model, optimizer, parallel, parameters
-from slimectl.policies.megatron.batch import Batch, laid_out, shares
+from slimectl.policies.megatron.batch import MicroBatch, laid_out, shares
 from slimectl.policies.megatron.config import FP8_TOKENS
 from slimectl.policies.megatron.hooks import UserFunctions
 from slimectl.policies.megatron.lora import Adapters
@@ -59,7 +59,7 @@ _QUIET = (
 for _message, _category in _QUIET:
     warnings.filterwarnings("ignore", _message, _category)
 
-Evaluate = Callable[[Batch, Tensor], tuple[Tensor, dict[str, Tensor]]]
+Evaluate = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(batch, hidden states) on the last stage: the loss of a micro-batch and its metrics."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -267,7 +267,7 @@ class MegatronTrainer:
         ]
         self.balance.begin(rows, sum(bool(pack) for share in packs_by_rank for pack in share))
 
-        def forward(batch: Batch, chunk: int) -> Tensor:
+        def forward(batch: MicroBatch, chunk: int) -> Tensor:
             self.balance.weigh(batch)
             if self.replay and not records:
                 self.replay.replay(rows, batch, chunk)
@@ -290,7 +290,7 @@ class MegatronTrainer:
     def summed(self, rows: Sequence[TrainingSample], evaluate: Evaluate) -> Metrics:
         """Accumulate the gradient of the loss over all rows. Returns loss and metrics, summed in float64."""
 
-        def finish(batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def finish(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             value, metrics = evaluate(batch, hidden)
             return value, {name: part.detach().double() for name, part in {**metrics, "loss": value}.items()}
 

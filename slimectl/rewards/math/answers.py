@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from slimectl.rewards.math.expressions import Tree, parse_expression
-from slimectl.rewards.math.leaves import Answer, closes_at, parse_leaf, split
+from slimectl.rewards.math.leaves import MathAnswer, closes_at, parse_leaf, split
 from slimectl.rewards.math.matrices import BLOCK, is_grid, matrix_value, rows_of
 from slimectl.rewards.math.operators import shielded
 from slimectl.rewards.math.regions import EMPTY, REALS, Region, complement, intersection, interval, solution, union
@@ -39,13 +39,13 @@ _REGIONS: dict[str, Region] = {r"\emptyset": EMPTY, r"\{\}": EMPTY, "emptyset": 
 
 
 @lru_cache(maxsize=4096)
-def parse_answer(text: str, depth: int = 0) -> Answer:
+def parse_answer(text: str, depth: int = 0) -> MathAnswer:
     """Parse a tidy answer. Beyond 6 levels or 64 items it counts as text."""
     text = _without_parentheses(shielded(text.strip()))
     if depth == MAX_DEPTH or not text:
-        return Answer("text", text)
+        return MathAnswer("text", text)
     if (region := _REGIONS.get(re.sub(r"\s+", "", unwrap_text(text)).removesuffix("."))) is not None:
-        return Answer("region", text, region=region)
+        return MathAnswer("region", text, region=region)
     if len(parts := split(text)) > 1:
         return _list(text, parts, depth)
     if r"\begin" in text:
@@ -56,7 +56,7 @@ def parse_answer(text: str, depth: int = 0) -> Answer:
     return (_expressed(text) if answer.kind == "text" and _VECTORS.search(text) else None) or answer
 
 
-def region_of(answer: Answer) -> Region | None:
+def region_of(answer: MathAnswer) -> Region | None:
     """Return an interval, an inequality, a union or a finite set as a set of reals, or None for other answers."""
     if answer.kind == "region":
         return answer.region
@@ -74,9 +74,9 @@ def _without_parentheses(text: str) -> str:
     return text
 
 
-def _list(text: str, parts: list[str], depth: int) -> Answer:
+def _list(text: str, parts: list[str], depth: int) -> MathAnswer:
     if len(parts) > MAX_ITEMS:
-        return Answer("text", text)
+        return MathAnswer("text", text)
     first = _split_name(parts[0])
     if first and not any(_SIDES.search(part) or _RELATION.search(part) for part in parts[1:]) and first[0][:1] != "(":
         inner = parse_answer(", ".join([first[1], *parts[1:]]), depth + 1)
@@ -86,13 +86,13 @@ def _list(text: str, parts: list[str], depth: int) -> Answer:
     regions = [region for item in items if (region := _points(item)) is not None]
     if len(regions) == len(items) and len(names - {""}) == 1 and any(item.kind == "region" for item in items):
         common = intersection(regions)  # x > 1, x < 2 means both, and x < 1, x > 2 means either
-        return Answer("region", text, region=common or union(regions), name=max(names))
+        return MathAnswer("region", text, region=common or union(regions), name=max(names))
     if len(names) == 1 and names != {""}:  # x=1, x=2, whereas x=1, y=2 keeps its names
-        return Answer("list", text, tuple(_flat([replace(item, name="") for item in items])), name=max(names))
-    return Answer("list", text, tuple(_flat(items)))
+        return MathAnswer("list", text, tuple(_flat([replace(item, name="") for item in items])), name=max(names))
+    return MathAnswer("list", text, tuple(_flat(items)))
 
 
-def _flat(items: list[Answer] | tuple[Answer, ...]) -> list[Answer]:
+def _flat(items: list[MathAnswer] | tuple[MathAnswer, ...]) -> list[MathAnswer]:
     r"""Flatten the items of \pm into the list."""
     return [
         inner for item in items for inner in (item.items if item.kind == "list" and item.brackets == "±" else [item])
@@ -108,20 +108,20 @@ def _split_name(text: str) -> tuple[str, str] | None:
     return (re.sub(r"\s+", "", name), match[2].strip()) if _NAME.fullmatch(name) else None
 
 
-def _named(text: str, depth: int) -> Answer | None:
+def _named(text: str, depth: int) -> MathAnswer | None:
     """Return the value of `x = 5` with its name, or None if the text is not an assignment."""
     pair = _split_name(text)
     if pair is None or _RELATION.search(text):
         return None
     value = _chain(pair[1]) if _SIDES.search(pair[1]) else parse_answer(pair[1], depth + 1)
     if value is None:
-        return Answer("text", text)
+        return MathAnswer("text", text)
     sides = tuple(parse_expression(unwrap_text(side)) for side in text.split("=")) if text.count("=") == 1 else ()
     equation = tuple(side for side in sides if side is not None)
     return replace(value, name=pair[0], sides=equation if len(equation) == 2 else ())
 
 
-def _chain(text: str) -> Answer | None:
+def _chain(text: str) -> MathAnswer | None:
     r"""Return an equation of two sides, or the value of a chain of equal sides (2 + 3 = 5), or None."""
     sides = [side.strip() for side in _SIDES.split(text)]
     if len(sides) == 1 or _RELATION.search(text):
@@ -129,7 +129,7 @@ def _chain(text: str) -> Answer | None:
     leaves = [parse_leaf(side) for side in sides]
     trees = [leaf.tree for leaf in leaves if leaf.tree is not None]
     if len(trees) != len(sides):
-        return Answer("text", text)
+        return MathAnswer("text", text)
     if len(sides) == 2 and _NAME.fullmatch(sides[1]) and not symbols(trees[0]):
         return replace(leaves[0], name=sides[1])  # 5 = x
     signs = _SIDES.findall(text)
@@ -137,9 +137,9 @@ def _chain(text: str) -> Answer | None:
         is_equal = equal_values(before, after) if sign == "=" else _are_close(before, after)
         if not is_equal:
             is_equation = len(sides) == 2 and sign == "=" and (symbols(before) or symbols(after))
-            return Answer("equation" if is_equation else "text", text, sides=tuple(trees) if is_equation else ())
+            return MathAnswer("equation" if is_equation else "text", text, sides=tuple(trees) if is_equation else ())
     if len(sides) == 2 and signs == ["="] and symbols(trees[0]):
-        return Answer("equation", text, sides=tuple(trees))
+        return MathAnswer("equation", text, sides=tuple(trees))
     return replace(leaves[-1], alternatives=tuple(leaves[:-1]) if "=" not in signs else ())
 
 
@@ -148,7 +148,7 @@ def _are_close(first: Tree, second: Tree) -> bool:
     return None not in values and abs(float(values[0]) - float(values[1])) <= 0.01 * abs(float(values[0]))
 
 
-def _relation(text: str) -> Answer | None:
+def _relation(text: str) -> MathAnswer | None:
     parts = [part.strip() for part in _RELATION.split(text)]
     if len(parts) == 1 or len(parts) > 4 or "=" in text:
         return None
@@ -161,11 +161,11 @@ def _relation(text: str) -> Answer | None:
         sides, operators = sides[::-1], tuple({">": "<", r"\ge": r"\le"}.get(sign, sign) for sign in operators[::-1])
     solved = solution(sides, operators)
     if solved:
-        return Answer("region", text, region=solved[1], name=solved[0])
-    return Answer("relation", text, sides=sides, operators=operators)
+        return MathAnswer("region", text, region=solved[1], name=solved[0])
+    return MathAnswer("relation", text, sides=sides, operators=operators)
 
 
-def _collection(text: str, depth: int) -> Answer | None:
+def _collection(text: str, depth: int) -> MathAnswer | None:
     """Parse a union, intersection, difference, set, tuple or interval. A plus-minus sign makes two values."""
     for separator in (r"\cup", r"\cap", r"\setminus", r"\backslash"):
         if len(parts := split(text, separator)) > 1:
@@ -174,33 +174,33 @@ def _collection(text: str, depth: int) -> Answer | None:
         return _set(text, text[2:-2].strip(), depth)
     if text[:1] in ("(", "[") and closes_at(text) == len(text) - 1 and len(parts := split(text[1:-1])) > 1:
         if len(parts) > MAX_ITEMS:
-            return Answer("text", text)
+            return MathAnswer("text", text)
         items = tuple(parse_answer(part, depth + 1) for part in parts)
         brackets = text[0] + text[-1]
         if brackets == "[]" and all(item.kind == "tuple" and item.brackets == "[]" for item in items):
-            return Answer("matrix", text, tuple(Answer("tuple", item.text, item.items) for item in items))
-        return Answer("tuple", text, items, brackets)
+            return MathAnswer("matrix", text, tuple(MathAnswer("tuple", item.text, item.items) for item in items))
+        return MathAnswer("tuple", text, items, brackets)
     if text.count(r"\pm") == 1 and r"\mp" not in text:
         values = [re.sub(r"\\pm\s*", sign, text).strip().removeprefix("+") for sign in "+-"]
-        return Answer("list", text, tuple(parse_answer(value, depth + 1) for value in values), "±")
+        return MathAnswer("list", text, tuple(parse_answer(value, depth + 1) for value in values), "±")
     return None
 
 
-def _set(text: str, inner: str, depth: int) -> Answer:
+def _set(text: str, inner: str, depth: int) -> MathAnswer:
     if builder := re.fullmatch(r"([A-Za-z])\s*(?:\\in\s*\\reals\s*)?[|:](.+)", inner, re.DOTALL):
         return parse_answer(builder[2], depth + 1)
     parts = split(inner)
     items = tuple(parse_answer(part, depth + 1) for part in parts)
     if len(parts) > MAX_ITEMS or (len(items) == 1 and items[0].kind == "region"):
-        return Answer("text", text)  # the set of the empty set is not the empty set
+        return MathAnswer("text", text)  # the set of the empty set is not the empty set
     if len(items) == 1 and items[0].brackets != "±":
         return items[0]
-    return Answer("list", text, tuple(_flat(items)))
+    return MathAnswer("list", text, tuple(_flat(items)))
 
 
-def _union(text: str, parts: list[str], depth: int, separator: str) -> Answer:
+def _union(text: str, parts: list[str], depth: int, separator: str) -> MathAnswer:
     if len(parts) > MAX_ITEMS:
-        return Answer("text", text)
+        return MathAnswer("text", text)
     items = tuple(parse_answer(part, depth + 1) for part in parts)
     regions = [
         region
@@ -209,14 +209,14 @@ def _union(text: str, parts: list[str], depth: int, separator: str) -> Answer:
     ]
     if len(regions) == len(items):
         if separator in (r"\cup", r"\cap"):
-            return Answer("region", text, region=(union if separator == r"\cup" else intersection)(regions))
+            return MathAnswer("region", text, region=(union if separator == r"\cup" else intersection)(regions))
         if len(regions) == 2:
-            return Answer("region", text, region=intersection([regions[0], complement(regions[1])]))
+            return MathAnswer("region", text, region=intersection([regions[0], complement(regions[1])]))
     operator = {r"\cup": "∪", r"\cap": "∩"}.get(separator)
-    return Answer("list", text, items, operator) if operator else Answer("text", text)
+    return MathAnswer("list", text, items, operator) if operator else MathAnswer("text", text)
 
 
-def _points(answer: Answer) -> Region | None:
+def _points(answer: MathAnswer) -> Region | None:
     """Return the region of an answer that may also be numbers: {1, 2}, or x = 2 in `x = 2 or x > 3`."""
     if answer.kind == "region":
         return answer.region
@@ -225,7 +225,7 @@ def _points(answer: Answer) -> Region | None:
     return union(regions) if len(regions) == len(points) else None
 
 
-def _matrix_chain(text: str, depth: int) -> Answer:
+def _matrix_chain(text: str, depth: int) -> MathAnswer:
     """Return the last side of A = 2B = M as a matrix with the name A, or text if the sides are not equal."""
     collected = text[-1:] in ")]}" and _collection(text, depth)
     if collected and collected.kind in ("tuple", "list") and collected.brackets != "±":
@@ -235,42 +235,42 @@ def _matrix_chain(text: str, depth: int) -> Answer:
     name = re.sub(r"\s+", "", unwrap_text(sides[0])) if is_named else ""
     values = [_matrix(side, depth) for side in (sides[1:] if name else sides)]
     if not all(value.kind == values[0].kind in ("matrix", "scalar", "tuple") for value in values):
-        return Answer("text", text)
+        return MathAnswer("text", text)
     if not all(_same_entries(before, after) for before, after in pairwise(values)):
-        return Answer("text", text)
+        return MathAnswer("text", text)
     return replace(values[-1], name=name)
 
 
-def _same_entries(first: Answer, second: Answer) -> bool:
+def _same_entries(first: MathAnswer, second: MathAnswer) -> bool:
     if first.tree and second.tree:
         return equal_values(first.tree, second.tree)
     return len(first.items) == len(second.items) > 0 and all(map(_same_entries, first.items, second.items))
 
 
-def _matrix(text: str, depth: int) -> Answer:
+def _matrix(text: str, depth: int) -> MathAnswer:
     """Return a matrix with any answers as cells, or the value of an expression of matrices."""
     if (match := BLOCK.fullmatch(text)) and not match["det"] and match["name"] != "vmatrix":
         if bool(match["open"]) != bool(match["close"]):
-            return Answer("text", text)
+            return MathAnswer("text", text)
         cells = rows_of(match["body"])
         if sum(map(len, cells)) > MAX_ITEMS:
-            return Answer("text", text)
-        return Answer(
+            return MathAnswer("text", text)
+        return MathAnswer(
             "matrix",
             text,
-            tuple(Answer("tuple", "", tuple(parse_answer(cell, depth + 1) for cell in row)) for row in cells),
+            tuple(MathAnswer("tuple", "", tuple(parse_answer(cell, depth + 1) for cell in row)) for row in cells),
         )
-    return _expressed(text) or Answer("text", text)
+    return _expressed(text) or MathAnswer("text", text)
 
 
-def _expressed(text: str) -> Answer | None:
+def _expressed(text: str) -> MathAnswer | None:
     """Return the value of an expression of matrices or tuples, or None if it cannot be read."""
     value = matrix_value(text)
     if value is None:
         return None
     if not is_grid(value):
-        return Answer("scalar", text, tree=value)
-    rows = [tuple(Answer("scalar", "", tree=entry) for entry in row) for row in value]
+        return MathAnswer("scalar", text, tree=value)
+    rows = [tuple(MathAnswer("scalar", "", tree=entry) for entry in row) for row in value]
     if r"\begin" not in text and len(rows) == 1:
-        return Answer("tuple", text, rows[0], "()")
-    return Answer("matrix", text, tuple(Answer("tuple", "", row) for row in rows))
+        return MathAnswer("tuple", text, rows[0], "()")
+    return MathAnswer("matrix", text, tuple(MathAnswer("tuple", "", row) for row in rows))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from slimectl.rewards.math.answers import parse_answer, region_of
 from slimectl.rewards.math.latex import tidy
-from slimectl.rewards.math.leaves import Answer
+from slimectl.rewards.math.leaves import MathAnswer
 from slimectl.rewards.math.regions import same_region
 from slimectl.rewards.math.spelling import spelling
 from slimectl.rewards.math.values import equal_values, proportional
@@ -36,7 +36,7 @@ def same_answer(label: str, answer: str) -> bool:
             return False
 
 
-def _same(first: Answer, second: Answer) -> bool:
+def _same(first: MathAnswer, second: MathAnswer) -> bool:
     if first.name and second.name and first.name != second.name:
         return _same_equation(first, second) or _same_components(first, second)
     if first.kind == second.kind:
@@ -60,7 +60,7 @@ def _same(first: Answer, second: Answer) -> bool:
     return _same_equation(first, second)
 
 
-def _same_scalars(first: Answer, second: Answer) -> bool:
+def _same_scalars(first: MathAnswer, second: MathAnswer) -> bool:
     infinities = [_infinity(answer) for answer in (first, second)]
     if any(infinities):
         return infinities[0] == infinities[1]
@@ -69,13 +69,13 @@ def _same_scalars(first: Answer, second: Answer) -> bool:
     return first.tree is not None and second.tree is not None and equal_values(first.tree, second.tree)
 
 
-def _infinity(answer: Answer) -> str:
+def _infinity(answer: MathAnswer) -> str:
     sign = "-" if answer.tree and answer.tree[0] == "neg" else "+"
     tree = answer.tree[1] if answer.tree and sign == "-" else answer.tree
     return sign if tree == ("const", "infinity") else ""
 
 
-def _same_alternatives(first: Answer, second: Answer) -> bool:
+def _same_alternatives(first: MathAnswer, second: MathAnswer) -> bool:
     """Whether one side of an approximation (\\sqrt2 ≈ 1.414) is the other answer."""
     if bool(first.alternatives) == bool(second.alternatives):
         return False
@@ -83,14 +83,14 @@ def _same_alternatives(first: Answer, second: Answer) -> bool:
     return any(_same_scalars(value, single) for value in stated.alternatives)
 
 
-def _same_equation(first: Answer, second: Answer) -> bool:
+def _same_equation(first: MathAnswer, second: MathAnswer) -> bool:
     """Whether two equations are multiples of each other: y = 2x + 1 and 4x - 2y + 2 = 0."""
     if not len(first.sides) == len(second.sides) == 2 or first.operators or second.operators:
         return False
     return proportional(("sub", *first.sides), ("sub", *second.sides))
 
 
-def _same_relations(first: Answer, second: Answer) -> bool:
+def _same_relations(first: MathAnswer, second: MathAnswer) -> bool:
     if first.operators != second.operators:
         return False
     if len(first.sides) > 2:
@@ -98,13 +98,13 @@ def _same_relations(first: Answer, second: Answer) -> bool:
     return proportional(("sub", *first.sides), ("sub", *second.sides), positive=first.operators != (r"\ne",))
 
 
-def _same_lists(first: Answer, second: Answer) -> bool:
+def _same_lists(first: MathAnswer, second: MathAnswer) -> bool:
     operators = {first.brackets, second.brackets} - {"", "±"}  # a plus-minus sign makes an ordinary list
     same_shape = not operators or first.brackets == second.brackets
     return same_shape and _unordered(first.items, second.items)
 
 
-def _unordered(first: Sequence[Answer], second: Sequence[Answer]) -> bool:
+def _unordered(first: Sequence[MathAnswer], second: Sequence[MathAnswer]) -> bool:
     if len(first) != len(second):
         return False
     unmatched = list(second)
@@ -116,12 +116,12 @@ def _unordered(first: Sequence[Answer], second: Sequence[Answer]) -> bool:
     return True
 
 
-def _ordered(first: Answer, second: Answer) -> bool:
+def _ordered(first: MathAnswer, second: MathAnswer) -> bool:
     same_shape = first.brackets == second.brackets and len(first.items) == len(second.items)
     return same_shape and all(map(_same, first.items, second.items))
 
 
-def _same_components(first: Answer, second: Answer) -> bool:
+def _same_components(first: MathAnswer, second: MathAnswer) -> bool:
     """Whether x = 1, y = 2 is the other answer: (1, 2), or (x, y) = (1, 2)."""
     listed, point = (first, second) if first.kind == "list" else (second, first)
     if listed.kind != "list" or point.kind != "tuple" or point.brackets != "()" or listed.brackets:
@@ -138,11 +138,11 @@ def _same_components(first: Answer, second: Answer) -> bool:
     return all(_same(values[name], item) for name, item in zip(order, point.items, strict=True))
 
 
-def _same_regions(first: Answer, second: Answer) -> bool:
+def _same_regions(first: MathAnswer, second: MathAnswer) -> bool:
     return first.region is not None and second.region is not None and same_region(first.region, second.region)
 
 
-def _same_ratios(first: Answer, second: Answer) -> bool:
+def _same_ratios(first: MathAnswer, second: MathAnswer) -> bool:
     """Whether two ratios are proportional. 3:30 and 1:10 are not, because they may be times of day."""
     if first.brackets and second.brackets:
         return first.brackets == second.brackets
@@ -164,15 +164,15 @@ def _same_times(first: str, second: str) -> bool:
     return stated in (f"{int(hour) % 12}:{rest}", f"{int(hour) % 12 + 12}:{rest}") if hour.isdigit() else False
 
 
-def _same_text(first: Answer, second: Answer) -> bool:
+def _same_text(first: MathAnswer, second: MathAnswer) -> bool:
     return spelling(first.text) == spelling(second.text) != ""
 
 
-def _same_words(first: Answer, second: Answer) -> bool:
+def _same_words(first: MathAnswer, second: MathAnswer) -> bool:
     return spelling(first.text).casefold() == spelling(second.text).casefold()
 
 
-_SAME: dict[str, Callable[[Answer, Answer], bool]] = {
+_SAME: dict[str, Callable[[MathAnswer, MathAnswer], bool]] = {
     "scalar": _same_scalars,
     "words": _same_words,
     "text": _same_text,

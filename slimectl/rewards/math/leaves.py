@@ -32,7 +32,7 @@ _NUMBER_WORDS = {word: str(at) for at, word in enumerate(_COUNTS.split())} | {
 
 
 @dataclass(frozen=True)
-class Answer:
+class MathAnswer:
     r"""One answer. `text` is its normalized spelling, and a "text" has nothing else.
 
     scalar: `tree` · list (a set too): unordered `items` · tuple, an interval too: `items` and `brackets` ("[)") ·
@@ -44,42 +44,46 @@ class Answer:
 
     kind: Kind
     text: str
-    items: tuple[Answer, ...] = ()
+    items: tuple[MathAnswer, ...] = ()
     brackets: str = ""
     tree: Tree | None = None
     region: Region | None = None
     sides: tuple[Tree, ...] = ()
     operators: tuple[str, ...] = ()
     name: str = ""
-    alternatives: tuple[Answer, ...] = ()
+    alternatives: tuple[MathAnswer, ...] = ()
     unit: Unit | None = None
 
 
-def parse_leaf(text: str) -> Answer:
+def parse_leaf(text: str) -> MathAnswer:
     """A scalar, a numeral, a ratio, words, or text."""
     if time := time_of_day(text):
-        return Answer("time", time)
+        return MathAnswer("time", time)
     written = text
     text = without_unit(text)
     if not text:
-        return Answer("text", text)
+        return MathAnswer("text", text)
     folded = re.sub(r"\s+", " ", text).casefold()
     if folded in _NUMBER_WORDS:
-        return Answer("scalar", text, tree=parse_expression(_NUMBER_WORDS[folded]))
+        return MathAnswer("scalar", text, tree=parse_expression(_NUMBER_WORDS[folded]))
     if are_words(text):
-        return Answer("words", text)
+        return MathAnswer("words", text)
     if numeral := _NUMERAL.fullmatch(re.sub(r"\\_", "_", text)):
         base = _BASES.get(numeral[2], numeral[2]) if numeral[2] else numeral[3]
         if str(base) != "10":
-            return Answer("numeral", f"{numeral[1].lstrip('0').upper() or '0'}_{base}")
+            return MathAnswer("numeral", f"{numeral[1].lstrip('0').upper() or '0'}_{base}")
         text = numeral[1]
     if _RATIO.fullmatch(text) and len(parts := split(text, ":")) > 1:
-        items = tuple(Answer("scalar", part, tree=parse_expression(part)) for part in parts)
+        items = tuple(MathAnswer("scalar", part, tree=parse_expression(part)) for part in parts)
         if not all(item.tree for item in items):
-            return Answer("text", text)
-        return Answer("ratio", text, items, time_of_day(text + " o'clock") or "")
+            return MathAnswer("text", text)
+        return MathAnswer("ratio", text, items, time_of_day(text + " o'clock") or "")
     tree = None if _DERIVATIVE.search(text) else parse_expression(text)
-    return Answer("text", text) if tree is None else Answer("scalar", text, tree=tree, unit=unit_behind(written, text))
+    return (
+        MathAnswer("text", text)
+        if tree is None
+        else MathAnswer("scalar", text, tree=tree, unit=unit_behind(written, text))
+    )
 
 
 def are_words(text: str) -> bool:

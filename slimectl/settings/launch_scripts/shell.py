@@ -85,7 +85,7 @@ class Script(Commands):
             case syntax.Function(name, body):
                 self._functions[name] = body
                 return True
-            case syntax.Group(body, subshell):
+            case syntax.CommandGroup(body, subshell):
                 return self._subshell(body) if subshell else self._run_all(body)
 
     def _pipeline(self, commands: Sequence[syntax.Statement]) -> bool | None:

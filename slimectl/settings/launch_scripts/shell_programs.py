@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from slimectl.settings.launch_scripts.shell_values import Evaluation, Field, checked, joined
+from slimectl.settings.launch_scripts.shell_values import Field, ShellExpression, checked, joined
 from slimectl.settings.launch_scripts.shell_words import Place
 
 CLASSES = {"[:upper:]": "A-Z", "[:lower:]": "a-z", "[:digit:]": "0-9", "[:space:]": " \t\n", "[:alpha:]": "A-Za-z",
@@ -169,7 +169,7 @@ def _expr(argv: Sequence[str], _: str) -> str | None:
     if not all(EXPRESSION.fullmatch(text) for text in argv):
         return None
     try:
-        return str(Evaluation(" ".join(argv), int, lambda name, value: None).result())
+        return str(ShellExpression(" ".join(argv), int, lambda name, value: None).result())
     except ValueError:
         return None
 

@@ -100,14 +100,14 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Group:
+class CommandGroup:
     """`{ …; }`, or `( … )`, which has its own variables."""
 
     body: tuple[Statement, ...]
     subshell: bool
 
 
-Statement: TypeAlias = Simple | Pipeline | AndOr | If | Loop | For | Case | Function | Group
+Statement: TypeAlias = Simple | Pipeline | AndOr | If | Loop | For | Case | Function | CommandGroup
 
 
 def parse(text: str, file: str) -> tuple[Statement, ...]:
@@ -226,11 +226,11 @@ class Parser(Reader):
         if (word := self._take_reserved(*compounds)) is not None:
             statement = compounds[word](place, word)
         elif self._reserved("{"):
-            statement = Group(self._block(), subshell=False)
+            statement = CommandGroup(self._block(), subshell=False)
         elif self.take("(("):
             statement = self._let(self.arithmetic_text(), place)
         elif self.take("("):
-            statement = Group(self.commands(), subshell=True)
+            statement = CommandGroup(self.commands(), subshell=True)
             self._close(")", "( of a subshell", place)
         else:
             return self._simple(place)
@@ -269,7 +269,7 @@ class Parser(Reader):
     def _let(self, expression: str, place: Place) -> Simple:
         return Simple(place, argv=[Word((Literal("let", quoted=False),), place), self.expanded(expression, place)])
 
-    def _for(self, place: Place, _: str) -> For | Group:
+    def _for(self, place: Place, _: str) -> For | CommandGroup:
         self._skip_blanks()
         if self.take("(("):
             parts = self.arithmetic_text().split(";")
@@ -277,7 +277,7 @@ class Parser(Reader):
                 raise self.error("this for does not have three parts. Write for ((i=0; i<n; i++))")
             start, condition, step = ((self._let(part, place),) if part.strip() else () for part in parts)
             self._skip_separators()
-            return Group((*start, Loop(place, condition, self._do(place), step=step)), subshell=False)
+            return CommandGroup((*start, Loop(place, condition, self._do(place), step=step)), subshell=False)
         name = self.match(NAME)
         if name is None:
             raise self.error("this for has no variable. Write for NAME in …")

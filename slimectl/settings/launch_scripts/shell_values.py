@@ -202,7 +202,7 @@ def _wrapped(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-class Evaluation:
+class ShellExpression:
     """Evaluates one expression. The given functions read and write variables.
 
     Raises ValueError, with the end of a sentence about the expression, for unsupported syntax.

@@ -13,8 +13,8 @@ from slimectl.errors import SettingsError
 from slimectl.redaction import is_secret_name
 from slimectl.settings.launch_scripts import shell_syntax as syntax
 from slimectl.settings.launch_scripts.shell_values import (
-    Evaluation,
     Field,
+    ShellExpression,
     Value,
     checked,
     elements,
@@ -110,7 +110,7 @@ class Variables(ABC):
             return text
 
     def _evaluate(self, text: str, place: Place) -> int:
-        return Evaluation(text, self._number, lambda name, value: self._store(name, value, place)).result()
+        return ShellExpression(text, self._number, lambda name, value: self._store(name, value, place)).result()
 
     def _store(self, name: str, value: int, place: Place) -> None:
         self._variables[name] = Field(str(value), place)

@@ -183,10 +183,10 @@ def test_a_client_of_ours_waits_for_a_paused_server(impatient: Any, model_dir: C
     """The server says 503 again and again; that is no silence, whatever connect_timeout_s says."""
     from serving import client
 
-    from slimectl.engines.api_keys import Keys
+    from slimectl.engines.api_keys import ServerKeys
     from slimectl.types import SamplingParams
 
-    engine = client([impatient.url], model_dir("llama"), keys=Keys(admin_api_key=KEY), connect_timeout_s=0.1)
+    engine = client([impatient.url], model_dir("llama"), keys=ServerKeys(admin_api_key=KEY), connect_timeout_s=0.1)
 
     async def scene() -> list[int]:
         task = asyncio.create_task(engine.generate(list(b"once"), params=SamplingParams(max_tokens=3, ignore_eos=True)))

@@ -14,7 +14,7 @@ from slimectl.checkpoints.base_model import fingerprint
 from slimectl.checkpoints.create import create_model
 from slimectl.checkpoints.hf import HFCheckpoint, write_model
 from slimectl.data.hashing import tensor_checksum
-from slimectl.engines.api_keys import Keys
+from slimectl.engines.api_keys import ServerKeys
 from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.errors import BackendError
 from slimectl.policies.fsdp.policy import FsdpPolicy
@@ -41,7 +41,7 @@ def trained(folder: Path, *, rank: int = 4, targets: tuple[str, ...] = TARGETS) 
 def workers_of(server: Any) -> SglangWorkers:
     from engines.server.conftest import ADMIN_KEY
 
-    return SglangWorkers([server.url], timeout_s=60, keys=Keys(admin_api_key=ADMIN_KEY))
+    return SglangWorkers([server.url], timeout_s=60, keys=ServerKeys(admin_api_key=ADMIN_KEY))
 
 
 def checksums(policy: FsdpPolicy, dtype: torch.dtype = torch.float32) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.engines.api_keys import Keys
+from slimectl.engines.api_keys import ServerKeys
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.http.client import HttpEngine
 from slimectl.engines.sglang.api import SglangApi
@@ -25,7 +25,7 @@ ModelDir = Callable[[str], Path]
 
 def asked(url: str, **options: Any) -> Completion:
     async def generated() -> Completion:
-        engine = HttpEngine([url], api=SglangApi(**options), vocabulary=259, max_context=256, keys=Keys())
+        engine = HttpEngine([url], api=SglangApi(**options), vocabulary=259, max_context=256, keys=ServerKeys())
         try:
             return await engine.generate(PROMPT, params=PARAMS)
         finally:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slimectl.engines.embedded.token_sampler import Batch, Sampled, sample_tokens
+from slimectl.engines.embedded.token_sampler import Sampled, SamplingBatch, sample_tokens
 
 PROMPT = "once upon a time"
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -239,7 +239,7 @@ def scripted(server: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
     def script(text: str) -> None:
         tokens = [*text.encode(), 256]
 
-        def sample(logits_BV: torch.Tensor, batch: Batch) -> Sampled:
+        def sample(logits_BV: torch.Tensor, batch: SamplingBatch) -> Sampled:
             sampled = sample_tokens(logits_BV, batch)
             return sampled._replace(tokens_B=torch.tensor([tokens[len(each.tokens)] for each in batch.sequences]))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slimectl.engines.api_keys import Keys, leave_key, local_key
+from slimectl.engines.api_keys import ServerKeys, leave_key, local_key
 from slimectl.engines.server.launch import serve_server
 from slimectl.engines.sglang.launch import sglang_server
 from slimectl.engines.supervisor.bootstrap import hidden_keys
@@ -61,7 +61,7 @@ def test_sglang_gets_its_keys_by_its_environment(python: str, tmp_path: Path):
         log=tmp_path / "log",
         python=python,
         args={"api_key": WORD, "served_name": "small"},
-        keys=Keys(api_key=WORD, admin_api_key=f"{WORD}-admin"),
+        keys=ServerKeys(api_key=WORD, admin_api_key=f"{WORD}-admin"),
     )
     server.start()
     command, environment = facts(server.pid())
@@ -73,7 +73,7 @@ def test_sglang_gets_its_keys_by_its_environment(python: str, tmp_path: Path):
 
 
 def test_ours_gets_them_too(tmp_path: Path):
-    server = serve_server(tmp_path, log=tmp_path / "log", keys=Keys(api_key=WORD, admin_api_key=f"{WORD}-admin"))
+    server = serve_server(tmp_path, log=tmp_path / "log", keys=ServerKeys(api_key=WORD, admin_api_key=f"{WORD}-admin"))
     command = " ".join(server._command("127.0.0.1", 1))
     assert WORD not in command
     assert server._env == {"SLIMECTL_ENGINE_API_KEY": WORD, "SLIMECTL_ENGINE_ADMIN_API_KEY": f"{WORD}-admin"}
@@ -109,18 +109,18 @@ def test_the_log_of_a_server_shows_none_of_them():
 @pytest.mark.parametrize(
     ("keys", "path", "sent"),
     [
-        (Keys(), "/pause_generation", {}),
-        (Keys(api_key="a"), "/generate", "a"),
-        (Keys(api_key="a"), "/pause_generation", "a"),
-        (Keys(api_key="a", admin_api_key="b"), "/pause_generation", "b"),
-        (Keys(api_key="a", admin_api_key="b"), "/flush_cache?timeout=3", "b"),
-        (Keys(api_key="a", admin_api_key="b"), "/server_info", "a"),
-        (Keys(admin_api_key="b"), "/generate", {}),
-        (Keys(by_url=(("http://h:1", "c"),)), "/abort_request", "c"),
-        (Keys(by_url=(("http://other:1", "c"),)), "/abort_request", {}),
+        (ServerKeys(), "/pause_generation", {}),
+        (ServerKeys(api_key="a"), "/generate", "a"),
+        (ServerKeys(api_key="a"), "/pause_generation", "a"),
+        (ServerKeys(api_key="a", admin_api_key="b"), "/pause_generation", "b"),
+        (ServerKeys(api_key="a", admin_api_key="b"), "/flush_cache?timeout=3", "b"),
+        (ServerKeys(api_key="a", admin_api_key="b"), "/server_info", "a"),
+        (ServerKeys(admin_api_key="b"), "/generate", {}),
+        (ServerKeys(by_url=(("http://h:1", "c"),)), "/abort_request", "c"),
+        (ServerKeys(by_url=(("http://other:1", "c"),)), "/abort_request", {}),
     ],
 )
-def test_each_request_carries_the_key_that_it_needs_as_sglang_has_it(keys: Keys, path: str, sent: object):
+def test_each_request_carries_the_key_that_it_needs_as_sglang_has_it(keys: ServerKeys, path: str, sent: object):
     expected = {"Authorization": f"Bearer {sent}"} if isinstance(sent, str) else {}
     assert keys.headers("http://h:1/", path) == expected
     assert keys.headers("http://user:word@h:1", path) == {}
@@ -134,7 +134,7 @@ def test_a_key_that_a_server_left_is_found_by_its_user_alone(tmp_path: Path, mon
     assert local_key("http://127.0.0.1:31999") == local_key("http://localhost:31999/v1") == "key-of-a-server"
     assert local_key("http://127.0.0.1:31998") is None
     assert local_key("http://192.0.2.1:31999") is None
-    keys = Keys().with_local(["http://127.0.0.1:31999"])
+    keys = ServerKeys().with_local(["http://127.0.0.1:31999"])
     assert keys.headers("http://127.0.0.1:31999", "/abort_request") == {"Authorization": "Bearer key-of-a-server"}
     assert "key-of-a-server" not in repr(keys)
     path.chmod(0o644)

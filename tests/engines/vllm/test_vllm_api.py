@@ -19,9 +19,9 @@ import pytest
 from slimectl.builders.installed_engines import VllmBackend
 from slimectl.checkpoints.create import byte_tokenizer
 from slimectl.data.routed_experts import decoded
-from slimectl.engines.api_keys import Keys
+from slimectl.engines.api_keys import ServerKeys
 from slimectl.engines.embedded.detokenizer import Detokenizer
-from slimectl.engines.http.api import Refused
+from slimectl.engines.http.api import StreamError
 from slimectl.engines.http.request import NO_WEIGHTS, PendingRequest, Unavailable
 from slimectl.engines.sglang.api import SglangApi
 from slimectl.engines.supervisor import bootstrap, installed
@@ -67,7 +67,7 @@ def test_the_experts_of_an_answer_come_as_an_array_with_the_last_event():
     api.add_event(event([1]), request)
     api.add_event(event([2], "length", routed_experts=base64.b64encode(file.getvalue()).decode()), request)
     np.testing.assert_array_equal(decoded(request.completion().extras["routed_experts"]), experts)
-    with pytest.raises(Refused, match=r"routed_experts: none\. Start vLLM with --enable-return-routed-experts"):
+    with pytest.raises(StreamError, match=r"routed_experts: none\. Start vLLM with --enable-return-routed-experts"):
         api.add_event(event([3], "length"), pending())
 
 
@@ -126,7 +126,7 @@ def test_no_tokens_are_none_though_vllm_writes_at_least_one():
 
 
 def test_an_error_in_the_stream_is_a_refusal_with_its_status():
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(StreamError) as refused:
         API.add_event({"error": {"message": "too long", "code": 400}}, pending())
     assert refused.value.status == 400
 
@@ -191,7 +191,7 @@ def model(folder: Path, head_dim: int = 64) -> Path:
 
 
 def test_flags_are_checked_and_keys_are_not_among_them(tmp_path: Path):
-    keys = Keys(api_key="hunter2", admin_api_key="hunter3")
+    keys = ServerKeys(api_key="hunter2", admin_api_key="hunter3")
     options: dict[str, Any] = {"python": python(tmp_path), "log": tmp_path / "log", "keys": keys}
     server = launch.vllm_server(model(tmp_path), args={"max_num_seqs": 4}, **options)
     command = " ".join(server._command("127.0.0.1", 30000))

@@ -9,7 +9,7 @@ from policies.policy_cases import random_rows
 from slimectl.algorithms.packing import plan_batches, tokens_of
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.policies.megatron.attention import _calls
-from slimectl.policies.megatron.batch import Batch, laid_out, packed, shares
+from slimectl.policies.megatron.batch import MicroBatch, laid_out, packed, shares
 from slimectl.types import TrainingSample
 
 ROWS = [
@@ -19,7 +19,7 @@ ROWS = [
 ]
 
 
-def batch(layout: ParallelLayout, rank: int = 0) -> Batch:
+def batch(layout: ParallelLayout, rank: int = 0) -> MicroBatch:
     [[pack]] = plan_batches(ROWS, max_tokens=50, share=False)
     return laid_out(ROWS, pack, layout, rank=rank, device=torch.device("cpu"))
 

@@ -44,7 +44,7 @@ class Extension:
 
 
 @dataclass
-class Group(WeightTransferInitInfo):
+class EngineGroup(WeightTransferInitInfo):
     """A process group to join. The trainer is rank 0 and hosts the store."""
 
     master_address: str
@@ -71,10 +71,10 @@ class Message(WeightTransferUpdateInfo):
     last: bool = True
 
 
-class SlimectlTransfer(WeightTransferEngine[Group, Message]):
+class SlimectlTransfer(WeightTransferEngine[EngineGroup, Message]):
     """Receives messages of whole tensors under their Hugging Face names."""
 
-    init_info_cls = Group
+    init_info_cls = EngineGroup
     update_info_cls = Message
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -82,7 +82,7 @@ class SlimectlTransfer(WeightTransferEngine[Group, Message]):
         self._groups: dict[str, tuple[Any, Any]] = {}
         self._merger = _MERGERS[self.model] = Merger(Path(self.model_config.model), whole=True)
 
-    def init_transfer_engine(self, init_info: Group) -> None:
+    def init_transfer_engine(self, init_info: EngineGroup) -> None:
         self.shutdown()
         timeout = datetime.timedelta(seconds=init_info.timeout_s)
         name, host = init_info.group_name, init_info.master_address
