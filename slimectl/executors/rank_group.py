@@ -1,6 +1,6 @@
 """Drives a rank group over one pipe per rank. Requests go to every rank, and each rank answers.
 
-A rank answers a request with ("part", …)* and then ("done", …) or ("error", …). Only those of rank 0 are kept.
+A rank answers a request with ("part", …)* and then ("done", …) or ("error", …). Only rank 0's are kept.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class RankGroupBase:
         raise NotImplementedError
 
     def _reap(self, deadline: float) -> None:
-        """Wait for the processes until `deadline`, then kill those that still run."""
+        """Wait for the processes until `deadline`, then kill the remaining ones."""
         raise NotImplementedError
 
 

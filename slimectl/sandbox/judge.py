@@ -42,7 +42,7 @@ class ProgramJudge(Peer):
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
         self.failure = ""
-        """Why there is no verdict, even if the test continued."""
+        """Why the verdict is missing, even if the test continued."""
 
         self.note = ""
         """Which value of the program could not be compared."""

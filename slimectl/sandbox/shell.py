@@ -142,7 +142,7 @@ _ACTIONS = {"run": _run, "write": _write, "read": _read, "clear": _clear}
 
 
 class Shell:
-    """A jail with its own folders, in which commands run until it is closed. Raises OSError if there is no sandbox."""
+    """A jail with its own folders, in which commands run until it is closed. Raises OSError without a sandbox."""
 
     def __init__(self, folders: Sequence[str], limits: Any) -> None:
         """`folders` are empty, writable top-level folders. `limits` (runner.Limits) apply to each command."""
@@ -172,7 +172,7 @@ class Shell:
         self._ask({"action": "write", "path": path, "content": base64.b64encode(content).decode(), "mode": mode})
 
     def read(self, path: str, size: int = 1 << 16) -> bytes | None:
-        """Return the beginning of a file, or None if there is no such file. Raises OSError."""
+        """Return the beginning of a file, or None if it does not exist. Raises OSError."""
         content = self._ask({"action": "read", "path": path, "size": size}).get("content")
         return None if content is None else base64.b64decode(content)
 

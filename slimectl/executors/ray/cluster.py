@@ -115,8 +115,8 @@ def connect(address: str | None, *, cpus: int) -> str | None:
     """Join the cluster at `address`, or start one on this machine with at least `cpus` logical CPUs.
 
     If a cluster was started, the folder of its files is returned, for `disconnect`. A process that is already
-    connected keeps its connection. Raises BackendError, in one line and within about 15 s, if there is no cluster or
-    it runs another version of Ray.
+    connected keeps its connection. Raises BackendError, in one line and within about 15 s, without a cluster or if it
+    runs another version of Ray.
     """
     if ray.is_initialized():
         return None
@@ -213,7 +213,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _check_is_ray_head(address: str) -> None:
-    """Connect in a separate process first, because Ray tries for minutes and cannot be stopped if there is no cluster.
+    """Connect in a separate process first, because without a cluster Ray tries for minutes and cannot be stopped.
 
     Raises BackendError.
     """

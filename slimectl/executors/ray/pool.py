@@ -142,7 +142,7 @@ class Mapping:
             self._step()
 
     def close(self) -> None:
-        """Return idle workers to the pool, and end those that are working on an item."""
+        """Return idle workers to the pool, and end the ones that are working on an item."""
         self._pool.give_back(self._free)
         busy = [task.worker for task in self._busy.values() if task.worker]
         kill([worker.actor for worker in busy], [worker.location for worker in busy])
