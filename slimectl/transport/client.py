@@ -106,7 +106,7 @@ class HttpClient:
     """
 
     def __init__(self) -> None:
-        self._background = Background("asker")
+        self._background = Background("http-client")
         self._session: aiohttp.ClientSession | None = None
         self._next_times: dict[str, float] = {}
 
@@ -192,11 +192,11 @@ class HttpClient:
 def run_sync(make: Callable[[HttpClient], Awaitable[Result]]) -> Result:
     """Run the awaitable that `make` returns and return its result, for synchronous callers."""
 
-    async def awaited(asker: HttpClient) -> Result:
-        return await make(asker)
+    async def awaited(http: HttpClient) -> Result:
+        return await make(http)
 
-    with HttpClient() as asker:
-        return asker.submit(awaited(asker)).result()
+    with HttpClient() as http:
+        return http.submit(awaited(http)).result()
 
 
 async def _read(response: aiohttp.ClientResponse) -> str:

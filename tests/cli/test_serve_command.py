@@ -179,7 +179,7 @@ def test_a_taken_port_is_one_line_with_another_to_try(model_dir: Callable[[str],
     [
         (["--model", "/nowhere"], 1, "/nowhere: no such model directory"),
         ([], 2, "model.path: no model is given. Add --model DIR"),
-        (["--host", "no.such.host.invalid"], 2, "--host: no.such.host.invalid is no address"),
+        (["--host", "no.such.host.invalid"], 2, "--host: no.such.host.invalid is not an address"),
         (["--host", "192.0.2.1"], 4, "192.0.2.1:30000: cannot listen here"),
     ],
 )
