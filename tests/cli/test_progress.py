@@ -190,6 +190,6 @@ def test_a_run_on_a_narrow_terminal_draws_one_bar_and_writes_its_lines_into_the_
     name = re.fullmatch("slimectl inspect runs/a --prompt '(say .*)'    # how this one changed", change)
     assert name is not None
     assert f"\n{name[1]}" in workshop.slimectl("inspect", "runs/a/eval/small-000002.jsonl", "--sort", "reward").decode()
-    assert "6 answers in 3 files" in workshop.slimectl("inspect", "runs/a", "--prompt", name[1]).decode()
+    assert "6 responses in 3 files" in workshop.slimectl("inspect", "runs/a", "--prompt", name[1]).decode()
     log = (workshop.folder / "runs" / "a" / "log.txt").read_text()
     assert [number in log for number in ("step    1  reward", "step    2  reward")] == [True, True]
