@@ -235,7 +235,7 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "no prompts": ("python3 train.py --hf-checkpoint /m --rollout-batch-size 4 --rm-type math",
                    {"hand --prompt-data": "Set rollout.data by hand"}),
     "rounds before epochs": ("START --num-rollout 30 --num-epoch 2", ROUNDS | {"run.num_epoch": None}),
-    "no rounds": ("START --num-rollout 0", {"listed --num-rollout": "slimectl evaluate"}),
+    "no rounds": ("START --num-rollout 0", {"listed --num-rollout": "slimectl eval"}),
     "turns of a function": ("START --max-turns 5", {"custom.max_turns": 5}),
     "a flag of no table": ("START --my-flag 5", {"listed --my-flag": "Set custom.my_flag"}),
     "typographic quotes": ("START --hf-checkpoint “/r/x”", {"model.path": None, "hand --hf-checkpoint": "quotes"}),

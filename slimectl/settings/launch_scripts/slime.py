@@ -179,7 +179,7 @@ def settle(conversion: Conversion) -> None:
     values, program = conversion.values, stem(conversion.text("launcher"))
     if program in EVALUATIONS:
         place = conversion.flags["launcher"].place
-        raise SettingsError(f"{place}: {program}.py evaluates a model and trains nothing. Use `slimectl evaluate`")
+        raise SettingsError(f"{place}: {program}.py evaluates a model and trains nothing. Use `slimectl eval`")
     conversion.put("engine.backend", "sglang", "slime's engine is SGLang")
     values.setdefault("engine.dtype", "bfloat16")
     conversion.sources.setdefault("engine.dtype", "the default of slime for its engine")

@@ -137,7 +137,7 @@ FAULTS = (
     *namesakes("engine", "health-check-interval health-check-timeout health-check-first-wait", flag="rollout-"),
 )  # fmt: skip
 DATA = (
-    Row("num-rollout", "run.num_rollout", "0 only evaluates there: use `slimectl evaluate`", rounds),
+    Row("num-rollout", "run.num_rollout", "0 only evaluates there: use `slimectl eval`", rounds),
     *namesakes("run", "num-epoch rollout-batch-size"),
     Row("disable-rollout-global-dataset", text="set rollout.data_source_path to your own source"),
     Row("data-source-path", "rollout.data_source_path", convert=function_path),

@@ -89,7 +89,7 @@ def positive(flag: Flag, lowest: int = 1) -> int:
 def rounds(flag: Flag) -> str:
     """A number of rounds. Raises Unneeded for none."""
     if integer(flag) <= 0:
-        raise Unneeded("trains nothing and only evaluates. Use `slimectl evaluate`")
+        raise Unneeded("trains nothing and only evaluates. Use `slimectl eval`")
     return flag.text
 
 

@@ -300,7 +300,7 @@ TRAINER = (
     Row("trainer.save_freq", "run.save_interval", "negative turns it off", positive),
     Row("trainer.test_freq", "eval.interval", "negative turns it off", positive),
     Row("trainer.val_before_train", "eval.before_train", convert=on),
-    Row("trainer.val_only", text="use `slimectl evaluate` to only evaluate"),
+    Row("trainer.val_only", text="use `slimectl eval` to only evaluate"),
     Row("trainer.logger", "track.with", "console is stdout; console and wandb there, only stdout here", trackers),
     Row("trainer.default_local_dir", "run.dir", "its last part is run.name"),
     Row("trainer.balance_batch", "train.balance_data", convert=on),
