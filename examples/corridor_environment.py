@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from slimectl.environments.port import Action, Environment, EpisodeTask, Observation
+from slimectl.environments.port import Action, Environment, Observation, Task
 
 PLACES = 5
 
@@ -22,7 +22,7 @@ class Corridor(Environment):
     def __init__(self, target: str, arguments: Mapping[str, Any]) -> None:
         self.place = 0
 
-    def reset(self, task: EpisodeTask) -> Observation:
+    def reset(self, task: Task) -> Observation:
         self.place = random.Random(task.seed).randrange(2)
         return Observation([self._seen()])
 

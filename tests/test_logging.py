@@ -126,7 +126,7 @@ def test_a_run_has_a_log_in_its_folder_whatever_the_terminal_shows(workshop: Wor
     log = (workshop.folder / "runs" / "a" / "log.txt").read_text()
     assert re.search(AT + r"stdout.py:\d+ - step    1  reward 0", log)
     workshop.slimectl("run", "--log-level", "loud", code=2)
-    assert "'loud' is none of debug, info, warning, error" in " ".join(workshop.stderr.replace("│", " ").split())
+    assert "'loud' is not one of debug, info, warning, error" in " ".join(workshop.stderr.replace("│", " ").split())
 
 
 def test_a_progress_bar_leaves_the_lines_of_the_steps_in_the_log(

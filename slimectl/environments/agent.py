@@ -24,7 +24,7 @@ from slimectl.environments.episode import (
     Specification,
     shared_host,
 )
-from slimectl.environments.port import Action, EpisodeTask, Messages, Observation
+from slimectl.environments.port import Action, Messages, Observation, Task
 from slimectl.errors import RecordError
 from slimectl.types import Sample, SamplingParams, Status
 
@@ -154,7 +154,7 @@ class EnvironmentAgent:
         policy = (arguments["tokenizer"], reader, arguments["generate"])
         return Session(*policy, params, limits, template_kwargs=self.options.template_kwargs)
 
-    async def _play(self, episode: Episode, transcript: Transcript, task: EpisodeTask) -> None:
+    async def _play(self, episode: Episode, transcript: Transcript, task: Task) -> None:
         """Play an episode to its end, or to a limit of turns or tokens. Raises EpisodeError."""
         observation = await episode.reset(task)
         transcript.add(observation)
@@ -191,9 +191,7 @@ class EnvironmentAgent:
     def _request(self, chat: Messages, tools: Messages) -> ChatRequest:
         return read_chat({"messages": chat, "tools": tools, "max_tokens": self.options.turn_tokens})
 
-    def _report(
-        self, task: EpisodeTask, transcript: Transcript, failures: Counter[str], seconds: float
-    ) -> dict[str, Any]:
+    def _report(self, task: Task, transcript: Transcript, failures: Counter[str], seconds: float) -> dict[str, Any]:
         report: dict[str, Any] = {"name": self.options.specification.name, "task": task.index, "split": task.split}
         report |= {"turns": len(transcript.players), "tool_calls": transcript.session.counts["tool_calls"]}
         report |= {"errors": transcript.errors, "failures": failures["failures"], "timeouts": failures["timeouts"]}
@@ -226,18 +224,18 @@ class _Shared:
     reader: AnswerReader
 
 
-def task_of(sample: Sample, kind: str, name: str) -> EpisodeTask:
+def task_of(sample: Sample, kind: str, name: str) -> Task:
     """Return the task of a sample for an environment whose tasks are "seeds", "rows" or "data".
 
     Raises RecordError for a prompt that is not one of its tasks.
     """
     drawn = sample.metadata.get("env")
     if isinstance(drawn, dict) and type(drawn.get("task")) is int:
-        return EpisodeTask(drawn["task"], str(drawn.get("split", "train")))
+        return Task(drawn["task"], str(drawn.get("split", "train")))
     if kind != "data":
         raise RecordError(f"prompt {sample.group_index}: not a task of {name}. Give env, or env@[a:b], as data.")
     metadata = {key: value for key, value in sample.metadata.items() if key != "env"}
-    return EpisodeTask(messages=chat_of(sample), label=sample.label, metadata=metadata | sample.extra)
+    return Task(messages=chat_of(sample), label=sample.label, metadata=metadata | sample.extra)
 
 
 def action_of(answer: AgentAnswer, player: int) -> Action:

@@ -23,7 +23,7 @@ from typing import IO, Any
 import slimectl
 from slimectl import errors
 from slimectl.environments.host import LINE, one_line
-from slimectl.environments.port import Action, EpisodeTask, Observation
+from slimectl.environments.port import Action, Observation, Task
 from slimectl.errors import BackendError
 from slimectl.redaction import redact_text
 from slimectl.stdio import logger
@@ -181,7 +181,7 @@ class Episode:
         self.is_over = False
         """Whether the process has answered its last call. It then ends when its connection closes."""
 
-    async def reset(self, task: EpisodeTask) -> Observation:
+    async def reset(self, task: Task) -> Observation:
         """Start the episode. Raises EpisodeError."""
         return await self._call("reset", dataclasses.asdict(task))
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slimectl.environments.port import Action, Environment, EpisodeTask, Observation
+from slimectl.environments.port import Action, Environment, Observation, Task
 
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 TAG = re.compile(r"<action>(.*?)</action>", re.DOTALL)
@@ -40,7 +40,7 @@ class Gymnasium(Environment):
             raise ValueError(f"actions: {len(self._names)} names for the action space {space}")
         self._instruction = self._form(space) if instruction is None else str(instruction)
 
-    def reset(self, task: EpisodeTask) -> Observation:
+    def reset(self, task: Task) -> Observation:
         observation, _ = self._env.reset(seed=task.seed)
         text = "\n\n".join(filter(None, (self._instruction, self._text(observation))))
         return Observation([{"role": "user", "content": text}])

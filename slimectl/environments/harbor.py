@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slimectl.environments.port import Action, Environment, EpisodeTask, Messages, Observation
+from slimectl.environments.port import Action, Environment, Messages, Observation, Task
 from slimectl.sandbox.runner import Limits
 from slimectl.sandbox.shell import Result, Shell
 
@@ -89,7 +89,7 @@ class Harbor(Environment):
     def count(self, split: str) -> int:
         return len(self._folders) if split == "train" else 0
 
-    def reset(self, task: EpisodeTask) -> Observation:
+    def reset(self, task: Task) -> Observation:
         self._folder = self._folders[task.index or 0]
         self._shell = self._begin(self._folder)
         self._is_judged = False

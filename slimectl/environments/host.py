@@ -21,7 +21,7 @@ import sys
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from slimectl.environments.port import Action, Environment, EpisodeTask
+from slimectl.environments.port import Action, Environment, Task
 from slimectl.errors import BackendError, SettingsError, SlimectlError
 from slimectl.registry import ENVIRONMENTS
 
@@ -184,7 +184,7 @@ async def _answer_calls(connection: socket.socket, environment: Environment) -> 
 
 async def _result(environment: Environment, method: str, argument: dict[str, Any]) -> dict[str, Any]:
     if method == "reset":
-        result: Any = environment.reset(EpisodeTask(**argument))
+        result: Any = environment.reset(Task(**argument))
     elif method == "step":
         result = environment.step(Action(**argument))
     else:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
-from slimectl.environments.port import Action, Environment, EpisodeTask, Messages, Observation
+from slimectl.environments.port import Action, Environment, Messages, Observation, Task
 from slimectl.transport.event_loop import run_coroutine
 
 
@@ -38,10 +38,10 @@ class Mcp(Environment):
 
     async def _check(self) -> None:
         """Connect once, so that a server that does not answer is reported before the first episode."""
-        await self.reset(EpisodeTask())
+        await self.reset(Task())
         await self.close()
 
-    async def reset(self, task: EpisodeTask) -> Observation:
+    async def reset(self, task: Task) -> Observation:
         self._stack = AsyncExitStack()
         self._session = await self._connect()
         names = self._arguments.get("tools")

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from slimectl.environments.port import Action, Environment, EpisodeTask, Messages, Observation
+from slimectl.environments.port import Action, Environment, Messages, Observation, Task
 from slimectl.transport.event_loop import run_coroutine
 
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
@@ -52,7 +52,7 @@ class OpenEnv(Environment):
             schema: dict[str, Any] = (await response.json())["action"]
             return schema
 
-    async def reset(self, task: EpisodeTask) -> Observation:
+    async def reset(self, task: Task) -> Observation:
         self._session = aiohttp.ClientSession()
         self._socket = await self._session.ws_connect(f"{self._url}/ws", max_msg_size=LARGEST)
         result = await self._ask("reset", {"seed": task.seed, **self._arguments})

@@ -18,7 +18,7 @@ EVALUATION_SEEDS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeTask:
+class Task:
     """The start of an episode: a task of the environment by number and split, or a row of the user's data."""
 
     index: int | None = None
@@ -101,7 +101,7 @@ class Environment:
         """Return the number of tasks of a split, if tasks are rows."""
         return 0
 
-    def reset(self, task: EpisodeTask) -> Result:
+    def reset(self, task: Task) -> Result:
         """Start the episode of a task."""
         raise NotImplementedError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from slimectl.environments.port import Action, Environment, EpisodeTask, Observation
+from slimectl.environments.port import Action, Environment, Observation, Task
 from slimectl.rewards.reasoning_gym import ReasoningGym
 from slimectl.types import Sample
 
@@ -32,7 +32,7 @@ class ReasoningGymTasks(Environment):
     def count(self, split: str) -> int:
         return len(self._sets[split])
 
-    def reset(self, task: EpisodeTask) -> Observation:
+    def reset(self, task: Task) -> Observation:
         self._entry = self._sets[task.split][task.index or 0]
         text = "\n\n".join(filter(None, (self._instruction, self._entry["question"])))
         return Observation([{"role": "user", "content": text}])

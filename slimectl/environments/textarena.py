@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slimectl.environments.port import Action, Environment, EpisodeTask, Observation
+from slimectl.environments.port import Action, Environment, Observation, Task
 
 MOST_PLAYERS = 15
 
@@ -41,7 +41,7 @@ class TextArena(Environment):
         assert problem is not None
         raise problem
 
-    def reset(self, task: EpisodeTask) -> Observation:
+    def reset(self, task: Task) -> Observation:
         self._env.reset(num_players=self._players, seed=task.seed)
         return self._observation()
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from slimectl.environments.port import Action, Environment, EpisodeTask, Observation
+from slimectl.environments.port import Action, Environment, Observation, Task
 from slimectl.errors import BackendError
 
 CONTEXT_FULL = "This model's maximum context length is used up."
@@ -40,7 +40,7 @@ class Verifiers(Environment):
     def count(self, split: str) -> int:
         return len(self._rows.get(split, ()))
 
-    async def reset(self, task: EpisodeTask) -> Observation:
+    async def reset(self, task: Task) -> Observation:
         from verifiers.clients import OpenAIChatCompletionsClient
 
         self._requests: asyncio.Queue[_Request] = asyncio.Queue()

@@ -288,7 +288,7 @@ class Grader:
     def verifier_of(self, sample: Sample) -> Verifier:
         """Return the verifier of a sample.
 
-        Raises SettingsError if no reward is named. Raises RecordError if the sample names an invalid verifier, or a
+        Raises SettingsError if no reward is set. Raises RecordError if the sample names an invalid verifier, or a
         function without permission.
         """
         if self._passed is not None:
@@ -304,7 +304,7 @@ class Grader:
             return self._verifier(self.settings.score.rm_type)
         if self._sum is None:
             raise SettingsError(
-                f"sample {sample.index}: no reward is named. Set score.rm_type ({', '.join(known_types())}), "
+                f"sample {sample.index}: no reward is set. Set score.rm_type ({', '.join(known_types())}), "
                 f"score.rm or score.custom_rm_path"
             )
         return self._sum

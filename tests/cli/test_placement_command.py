@@ -73,7 +73,7 @@ def test_the_gpu_examples_fit_their_machines(
     file = str(Path(__file__).parents[2] / "examples" / "gpu" / f"{name}.toml")
     estimate = CliRunner().invoke(app, ["plan", "-c", file, "--card", card])
     assert estimate.exit_code == 0, estimate.output
-    assert "fits 90% of 80 GiB a GPU" in estimate.output
+    assert "fits in 90% of 80 GiB per GPU" in estimate.output
     placement = CliRunner().invoke(app, ["plan", "--placement", "-c", file, "--card", card, "--json"])
     places = json.loads(placement.stdout)["places"]
     assert sorted(place["rank"] for place in places if place["rank"] is not None) == list(range(ranks))

@@ -119,9 +119,9 @@ def test_a_word_of_no_setting_is_an_error():
 @pytest.mark.parametrize(
     ("assignment", "hint"),
     [
-        ("train.learning_rate=1e-5", "did you mean train.lr?"),
-        ("rollout.num_generations=4", "did you mean rollout.n_samples_per_prompt?"),
-        ("train.max_new_tokens=4", "did you mean rollout.max_response_len?"),
+        ("train.learning_rate=1e-5", "Did you mean train.lr?"),
+        ("rollout.num_generations=4", "Did you mean rollout.n_samples_per_prompt?"),
+        ("train.max_new_tokens=4", "Did you mean rollout.max_response_len?"),
         ("learning_rate=1e-5", "e.g. -s train.lr=1e-5"),
         ("lr=2e-4", "e.g. -s train.lr=2e-4"),
     ],

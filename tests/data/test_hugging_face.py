@@ -94,9 +94,9 @@ def test_a_hub_name_is_a_cached_snapshot_and_its_training_split(cache: Path) -> 
 def test_what_is_not_in_the_cache_says_how_to_fetch_it(cache: Path) -> None:
     with pytest.raises(SettingsError, match=r"hf download org/sums --repo-type dataset$"):
         rows("org/sums/main/train*")
-    with pytest.raises(CheckpointError, match=r"org/model: no such file or directory; .*: hf download org/model$"):
+    with pytest.raises(CheckpointError, match=r"org/model: no such file or directory. .*: hf download org/model$"):
         source_of("org/model")  # as `run` and `convert` do
-    with pytest.raises(CheckpointError, match=r"org/model: no such model directory; .*: hf download org/model$"):
+    with pytest.raises(CheckpointError, match=r"org/model: no such model directory. .*: hf download org/model$"):
         model_folder("org/model")
     (cache.parent / "data").mkdir()
     with pytest.raises(SettingsError, match=r"^data/train: no such prompt file. Give"):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slimectl.environments.port import Action, Environment, EpisodeTask, Observation
+from slimectl.environments.port import Action, Environment, Observation, Task
 
 
 class Guess(Environment):
@@ -21,7 +21,7 @@ class Guess(Environment):
     def __init__(self, target: str, arguments: Mapping[str, Any]) -> None:
         self.high = arguments.get("high", 10)
 
-    def reset(self, task: EpisodeTask) -> Observation:
+    def reset(self, task: Task) -> Observation:
         random.seed(task.seed)
         self.number = random.randrange(self.high)
         return Observation([{"role": "user", "content": f"a number below {self.high}?"}])
@@ -47,7 +47,7 @@ class Troubled(Environment):
         if arguments.get("first") == "refuse":
             raise ValueError("no such level")
 
-    def reset(self, task: EpisodeTask) -> Observation:
+    def reset(self, task: Task) -> Observation:
         log = Path(self.arguments["log"])
         # Created by one episode only: two may begin at once.
         is_first = True
@@ -77,7 +77,7 @@ class Duel(Environment):
     def __init__(self, target: str, arguments: Mapping[str, Any]) -> None:
         self.letters: list[str] = []
 
-    def reset(self, task: EpisodeTask) -> Observation:
+    def reset(self, task: Task) -> Observation:
         return Observation([{"role": "user", "content": "your letter, first player"}], player=0)
 
     def step(self, action: Action) -> Observation:
@@ -97,7 +97,7 @@ class Adder(Environment):
     def __init__(self, target: str, arguments: Mapping[str, Any]) -> None:
         self.tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
-    async def reset(self, task: EpisodeTask) -> Observation:
+    async def reset(self, task: Task) -> Observation:
         return Observation(task.messages, tools=[self.tool])
 
     async def step(self, action: Action) -> Observation:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slimectl.environments.harbor import SHOWN, Harbor, UnsupportedTask, read_dockerfile, shown
-from slimectl.environments.port import Action, EpisodeTask, Observation
+from slimectl.environments.port import Action, Observation, Task
 from slimectl.sandbox.shell import Result
 
 DOCKERFILE = """
@@ -59,7 +59,7 @@ def call(name: str = "bash", **arguments: Any) -> Action:
 def test_a_task_is_solved_in_the_shell_and_its_test_gives_the_reward(tasks: Harbor):
     assert (tasks.count("train"), tasks.count("eval")) == (1, 0)
     assert [warning.partition(" &&")[0] for warning in tasks.warnings] == ["needs_gcc: refused: RUN apt-get update"]
-    first = tasks.reset(EpisodeTask(0))
+    first = tasks.reset(Task(0))
     assert isinstance(first, Observation)
     assert first.messages == [{"role": "user", "content": "Count the lines of lists/data.txt into answer.txt.\n"}]
     assert [tool["function"]["name"] for tool in first.tools] == ["bash"]
@@ -82,7 +82,7 @@ def test_a_task_is_solved_in_the_shell_and_its_test_gives_the_reward(tasks: Harb
 
 
 def test_a_model_without_tools_writes_a_block_and_an_episode_cut_off_is_judged_at_its_end(tasks: Harbor):
-    tasks.reset(EpisodeTask(0))
+    tasks.reset(Task(0))
     said = tasks.step(Action("so:\n```bash\ncurl http://10.0.0.1 || echo 2 > answer.txt; cat answer.txt\n```"))
     assert said.messages[0]["content"].endswith("2\n")
     assert tasks.close().rewards == {0: 0.25}

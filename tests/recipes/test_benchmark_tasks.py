@@ -86,7 +86,7 @@ def test_a_task_of_a_file_has_defaults_for_what_it_leaves_out(tmp_path: Path):
         ("num_rollout = 2", "num_rollout = 2\nasync_level = 1", r"run\.async_level must be 0"),
         ("accuracy = 0.5", "accuracy = 50", r"benchmark\.accuracy: Input should be less than or equal to 1"),
         ("accuracy = 0.5", "accuracy = 0.5\nsteps = 3", r"benchmark\.steps: Extra inputs are not permitted"),
-        ("num_rollout = 2", "num_rolout = 2", r"did you mean run\.num_rollout"),
+        ("num_rollout = 2", "num_rolout = 2", r"Did you mean run\.num_rollout"),
     ],
 )
 def test_a_file_that_is_no_task_is_refused(tmp_path: Path, before: str, after: str, words: str):

@@ -51,7 +51,7 @@ def test_many_are_asked_at_once_and_answered_in_order():
     with grading(slowly) as server:
         assert graded(server.url, samples, concurrency=25) == [float(i) for i in range(100)]
     assert 10 < server.most <= 25
-    assert [thread for thread in threading.enumerate() if thread.name == "asker"] == []
+    assert [thread for thread in threading.enumerate() if thread.name == "http-client"] == []
 
 
 @pytest.mark.parametrize("rm_type", ["remote_rm", "judge"])
@@ -167,17 +167,17 @@ def test_what_is_under_way_ends_with_the_work():
 
         with pytest.raises(KeyboardInterrupt):
             list(score(source(), Grader(settings), settings.score, executor=LocalExecutor()))
-    assert [thread for thread in threading.enumerate() if thread.name == "asker"] == []
+    assert [thread for thread in threading.enumerate() if thread.name == "http-client"] == []
 
 
 def test_turns_keep_the_rate():
-    with HttpClient() as asker:
+    with HttpClient() as http:
 
         async def all_of_them() -> None:
-            await asyncio.gather(*(asker.turn("u", 50.0) for _ in range(11)))
+            await asyncio.gather(*(http.turn("u", 50.0) for _ in range(11)))
 
         started = time.perf_counter()
-        asker.submit(all_of_them()).result()
+        http.submit(all_of_them()).result()
         assert time.perf_counter() - started > 0.19  # ten intervals of 0.02 s
 
 

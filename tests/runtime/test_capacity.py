@@ -50,7 +50,7 @@ def test_recomputation_and_shorter_packs_take_less():
 def test_what_does_not_fit_names_the_keys_that_help():
     with pytest.raises(SettingsError, match=r"^train.max_tokens_per_gpu: 1000000000 needs training .*\. Lower it"):
         memory(settings("train.max_tokens_per_gpu=1000000000", "run.rollout_batch_size=1000000"))
-    with pytest.raises(StorageError, match=r"^run.dir: runs: 1000000000 checkpoints of .*run.keep_checkpoints$"):
+    with pytest.raises(StorageError, match=r"^run.dir: runs: 1000000000 checkpoints of .*run.keep_checkpoints\.$"):
         disk(settings("run.keep_checkpoints=1000000000"))
 
 

@@ -179,7 +179,10 @@ def test_a_divergence_without_a_reference_is_refused():
         ("rs_clip has no effect without algorithm.use_rs = true", {"rs_clip": 5.0}),
         ("opsm_delta has no effect without algorithm.use_opsm", {"opsm_delta": 0.1}),
         ("tis_batch_normalize has no effect without algorithm.use_tis", {"tis_batch_normalize": True}),
-        ("use_rollout_logprobs and algorithm.use_rs exclude", {"use_rollout_logprobs": True, "use_rs": True}),
+        (
+            "use_rollout_logprobs and algorithm.use_rs cannot be",
+            {"use_rollout_logprobs": True, "use_rs": True},
+        ),
         ("tis_clip_low: 3 is above algorithm.tis_clip: 2", {"use_tis": True, "tis_clip_low": 3.0}),
         ("critic_lr has no effect with algorithm.critic = shared", {"name": "ppo", "critic": "shared", "critic_lr": 1}),
         ("value_coef has no effect with algorithm.critic = separate", {"name": "ppo", "value_coef": 0.5}),

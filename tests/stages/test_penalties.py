@@ -80,7 +80,7 @@ def test_a_difference_that_a_penalty_explains_stops_no_run():
 
 
 def test_a_resumed_response_excludes_penalties():
-    with pytest.raises(SettingsError, match=r"rollout\.partial_rollout and rollout\.presence_penalty exclude"):
+    with pytest.raises(SettingsError, match=r"rollout\.partial_rollout and rollout\.presence_penalty cannot be"):
         load_settings("quickstart", {"rollout.partial_rollout": True, "rollout.presence_penalty": 0.5})
 
 

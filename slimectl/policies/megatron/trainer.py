@@ -108,14 +108,14 @@ class MegatronTrainer:
         routing in the rows. With `share_prefixes`, rows share the tokens that they begin with, unless that would change
         loss or gradient.
 
-        `save_format` is "hf", whose files FSDP policies can also load, or "torch_dist", which has no adapters. Raises
-        SettingsError or CheckpointError.
+        `save_format` is "hf", whose files FSDP policies can also load, or "torch_dist", which cannot store adapters.
+        Raises SettingsError or CheckpointError.
         """
         if dtype not in DTYPES:
             raise SettingsError(f"dtype {dtype!r}: must be {' or '.join(DTYPES)}")
         if lora is not None and save_format != "hf":
             raise SettingsError(
-                f"megatron.save_format: {save_format} has no adapters. Set hf with train.lora_rank, and convert that."
+                f"megatron.save_format: {save_format} cannot store adapters. Set hf with train.lora_rank, then convert."
             )
         self.model_dir, self.checkpoint, self.options = Path(model_dir), checkpoint, optimizer
         self.layout, self.max_tokens, self.seed = layout or ParallelLayout(), max_tokens_per_pack, seed

@@ -14,8 +14,9 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from transformers import AutoModelForCausalLM
 
+from slimectl.chats.request_keys import ObjectKeys
 from slimectl.engines.server.app import ROUTES
-from slimectl.engines.server.request_keys import CHAT, COMPLETIONS, ENDPOINTS, GENERATE, SAMPLING, SAMPLING_PARAMS, Keys
+from slimectl.engines.server.request_keys import CHAT, COMPLETIONS, ENDPOINTS, GENERATE, SAMPLING, SAMPLING_PARAMS
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -167,7 +168,7 @@ def test_the_documentation_lists_the_keys_that_each_endpoint_acts_on() -> None:
 
 
 def test_false_is_refused_only_where_true_changes_nothing() -> None:
-    keys = Keys(frozenset(), neutral={"on": (True,), "off": (), "one": (1,), "none": ("",)})
+    keys = ObjectKeys(frozenset(), neutral={"on": (True,), "off": (), "one": (1,), "none": ("",)})
     keys.check({"on": True, "off": False, "one": 1, "none": "", "other": None})
     for values in ({"on": False}, {"off": True}, {"one": True}, {"one": 2}, {"off": [1]}):
         with pytest.raises(Exception, match=next(iter(values))):

@@ -306,7 +306,7 @@ def test_a_forced_call_follows_the_parameters_of_its_tool(server: Any, monkeypat
     status, answer = server.ask("/v1/chat/completions", {**body, "tool_choice": "required", "min_tokens": 2})
     assert (status, answer["error"]["param"]) == (400, "min_tokens")
     status, answer = server.ask("/v1/chat/completions", {**body, "tool_choice": {"function": {"name": "fly"}}})
-    assert (status, answer["error"]["message"]) == (400, "tool_choice: 'fly' is none of the tools")
+    assert (status, answer["error"]["message"]) == (400, "tool_choice: 'fly' is not one of the tools")
     monkeypatch.setattr(
         server.service.served.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}"
     )
