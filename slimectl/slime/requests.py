@@ -36,7 +36,7 @@ async def _retried(method: str, url: str, body: Any, max_retries: int, headers: 
             reply = await request(method, url, timeout_s=TIMEOUT_S, body=body, headers=headers)
             if reply.status < 400:
                 return reply.body
-            error = BackendError(f"{url}: {reply.status} {reply.words}")
+            error = BackendError(f"{url}: {reply.status} {reply.message}")
             if reply.status not in PASSING:
                 break
         except BackendError as failure:

@@ -24,7 +24,7 @@ class Reply:
     body: Any
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """Error message of the server, in one line."""
         return error_message(self.body)
 

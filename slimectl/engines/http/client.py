@@ -149,7 +149,7 @@ class HttpEngine:
         except BackendError as error:
             raise BackendError(f"engine at {url} is not answering. Start one with `slimectl serve`.") from error
         if reply.status in (401, 403):
-            raise BackendError(f"engine at {url}: {path}: {reply.words}. Set its key in engine.api_key.")
+            raise BackendError(f"engine at {url}: {path}: {reply.message}. Set its key in engine.api_key.")
         return reply.body if reply.status == 200 else None
 
     # The methods below run in the background loop.

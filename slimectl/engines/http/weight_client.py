@@ -68,7 +68,7 @@ class WorkerReply(Reply):
 
     def error(self) -> BackendError:
         hint = ". Set its key in engine.admin_api_key and engine.api_key." if self.status == 401 else ""
-        return BackendError(f"engine at {self.url}: {self.path} was refused ({self.status}): {self.words}{hint}")
+        return BackendError(f"engine at {self.url}: {self.path} was refused ({self.status}): {self.message}{hint}")
 
 
 class HttpWorkers:

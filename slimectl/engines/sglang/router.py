@@ -49,7 +49,7 @@ class Router(ServerProcess):
         deadline = time.monotonic() + self.register_timeout_s
         reply = await self._ask("POST", "/workers", {"url": worker, **kind})
         if reply.status >= 400:
-            raise BackendError(f"sglang-router at {self._url} refuses {worker}: {reply.words}")
+            raise BackendError(f"sglang-router at {self._url} refuses {worker}: {reply.message}")
         while True:
             registered = await self._worker(worker)
             if registered is not None and registered.get("is_healthy"):

@@ -103,7 +103,7 @@ class SglangWorkers(HttpWorkers):
         answers.append(await self._ask(session, url, f"/flush_cache{wait}", {}))
         # Even after a failure, because an engine must not stay paused.
         continued = await self._ask(session, url, "/continue_generation", {})
-        if not answers[0].refused or answers[0].status in (404, 405) or NO_SESSION in answers[0].words:
+        if not answers[0].refused or answers[0].status in (404, 405) or NO_SESSION in answers[0].message:
             del answers[0]
         if self._mode == "in_place" and answers.pop().refused:
             # Until it continues, SGLang counts a response that has just ended as running, so that its prefix would
@@ -121,7 +121,7 @@ class SglangWorkers(HttpWorkers):
         """Open the update session on engines that support sessions."""
         body = {} if self._adapter is None else {"adapter": self._adapter}
         for answer in self._ask_all("/begin_weight_update", body):
-            if answer.refused and answer.status not in (404, 405) and OPEN_ALREADY not in answer.words:
+            if answer.refused and answer.status not in (404, 405) and OPEN_ALREADY not in answer.message:
                 raise answer.error()
             if answer.refused and self._adapter is not None:  # left by a trainer that died, and not for an adapter
                 self._ask_all("/end_weight_update", {}, urls=[answer.url])
@@ -209,7 +209,7 @@ class SglangWorkers(HttpWorkers):
         """Leave the group. A worker that does not know it has already left. Waits at most IDLE_TIMEOUT_S."""
         path = "/destroy_weights_update_group"
         for answer in self._ask_all(path, {"group_name": name}, limit_s=IDLE_TIMEOUT_S):
-            if answer.refused and "does not exist" not in answer.words:
+            if answer.refused and "does not exist" not in answer.message:
                 raise answer.error()
 
     def checksums(self) -> list[dict[str, str]]:

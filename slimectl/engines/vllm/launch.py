@@ -129,7 +129,7 @@ def _name_weights(url: str, *, version: str, keys: ServerKeys) -> None:
     body, headers = {"new_version": version}, keys.headers(url, path)
     reply = run_coroutine(request("POST", url + path, timeout_s=60, body=body, headers=headers))
     if reply.status != 200:
-        raise BackendError(f"engine at {url}: {path} was refused ({reply.status}): {reply.words}")
+        raise BackendError(f"engine at {url}: {path} was refused ({reply.status}): {reply.message}")
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:

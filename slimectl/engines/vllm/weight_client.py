@@ -114,7 +114,7 @@ class VllmWorkers(HttpWorkers):
     def leave(self, *, name: str) -> None:
         """Leave all groups. Waits at most IDLE_TIMEOUT_S."""
         for answer in self._ask_all("/shutdown_weight_transfer_engine", {}, limit_s=IDLE_TIMEOUT_S):
-            if answer.refused and "during a weight update" not in answer.words:
+            if answer.refused and "during a weight update" not in answer.message:
                 raise answer.error()
 
     def checksums(self) -> list[dict[str, str]]:
