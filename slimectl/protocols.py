@@ -19,7 +19,7 @@ NamedTensors = Iterable[tuple[str, "Tensor"]]
 
 
 OnTokens = Callable[[int, list[int]], None]
-"""Called with the place of the first of some new tokens of an answer, and these tokens. Place 0 restarts the response.
+"""Called with new tokens of a response, preceded by the index of the first of them. Index 0 restarts the response.
 
 It is cheap, and may be called in any thread.
 """
@@ -188,7 +188,7 @@ class MessageMemory(Protocol):
 
 
 class WeightUpdateClient(Protocol):
-    """Client of the engines for weight updates over HTTP: a call goes to all workers and returns when all answered.
+    """Client of the engines for weight updates over HTTP: a call goes to all workers and returns when all have replied.
 
     Picklable, so that the update can start in the process that holds the weights. Every method raises BackendError,
     with the worker's message, if a worker does not answer in time or refuses. Nothing is sampled between `begin` and
@@ -211,7 +211,7 @@ class WeightUpdateClient(Protocol):
         ...
 
     def begin(self, *, mode: str) -> None:
-        """Pause generation: answers in flight continue afterwards (in_place, retract) or end (abort)."""
+        """Pause generation. Requests in flight continue afterwards (in_place, retract) or end (abort)."""
         ...
 
     def end(self, *, within_s: float | None = None) -> None:
@@ -235,7 +235,7 @@ class WeightUpdateClient(Protocol):
         ...
 
     def message_memory(self, most_bytes: int) -> AbstractContextManager[MessageMemory | None]:
-        """Lend memory for messages of at most `most_bytes`. None if they do not go through shared memory on a CPU."""
+        """Lend memory for messages of at most `most_bytes`, or None if they do not use shared memory on a CPU."""
         ...
 
     def release_memory(self) -> None:
@@ -245,7 +245,7 @@ class WeightUpdateClient(Protocol):
     def load_tensors(self, tensors: Sequence[tuple[str, Tensor]], *, version: str) -> None:
         """Load these tensors over shared memory (CPU) or CUDA IPC. Workers on this machine only.
 
-        The last message of an update has its version. Those before have it with INCOMPLETE.
+        The last message of an update has its version. Earlier messages have the version with the suffix INCOMPLETE.
         """
         ...
 
@@ -269,7 +269,7 @@ class WeightUpdateClient(Protocol):
 
     @property
     def checksums_by_hf_name(self) -> bool:
-        """True if checksums are `data.hashing.tensor_checksum` of the sent tensors. Else they are engine-specific."""
+        """Whether checksums are `data.hashing.tensor_checksum` of the sent tensors, rather than engine-specific."""
         ...
 
     def checksums(self) -> list[dict[str, str]]:

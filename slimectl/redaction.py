@@ -31,7 +31,7 @@ USER = re.compile(r"(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.-]*://)(?P<user>[^/\s?#\"'<
 SLASHED = re.compile(r"(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.-]*://)(?P<user>[^/\s?#@:\[]+:(?!\d+(?:[/?#]|$))[^\s\"'<>]*)@")
 """Matches a password that contains a slash: no client could use it, but a message would show it."""
 ALONE = ("http://", "https://")
-"""Schemes of addresses whose user is secret even without a password. In ssh://git@host, it is not secret."""
+"""Schemes of addresses whose user is secret even without a password. The user in ssh://git@host is not."""
 PARAMETER = re.compile(r"(?P<name>[?&;][A-Za-z0-9_.\-]+=)(?P<value>[^&#;\s\"'<>]+)")
 BEARER = re.compile(r"(?i)\b(?P<scheme>bearer)\s+[A-Za-z0-9+/=._~\-]{16,}")
 TABLES = ("data", "values")

@@ -83,7 +83,7 @@ class _MessageOutput(io.FileIO):
 ERASE = b"\x1b[J"
 """Clears the terminal from the cursor on."""
 _frame = b""
-"""Drawing below the lines of this process, in which the cursor returns to its place. Empty without one."""
+"""Text drawn below the lines of this process, after which the cursor returns to its place. Empty if there is none."""
 
 
 def draw_below(text: str) -> None:

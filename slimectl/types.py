@@ -180,9 +180,9 @@ class Completion:
     """An engine's completion: R new tokens and the log-probability of each.
 
     `log_probs` are log_softmax(logits / temperature) at the sampled token, not renormalised after top-k, top-p or
-    min-p (the trainer computes the same quantity). With temperature 0, of the untempered logits. With penalties or
-    biases, of the logits after them. `finish_reason` is
-    "stop" (end token, stop token or stop string), "length" or "abort".
+    min-p. The trainer computes the same quantity. At temperature 0, the logits are not divided. Penalties and biases
+    are applied to the logits first. `finish_reason` is "stop" (end token, stop token or stop string), "length" or
+    "abort".
     """
 
     tokens: list[int]
@@ -195,7 +195,7 @@ class Completion:
     """Further engine-specific values: routed experts, speculative decoding statistics."""
 
     version_starts: list[int] = field(default_factory=list)
-    """Place of the first token of each version. Empty if the engine does not say."""
+    """Index of the first token of each version. Empty if the engine does not report it."""
 
     top_log_probs: list[TopTokens] = field(default_factory=list)
     """The likeliest tokens in place of each token, if they were asked for."""
@@ -209,7 +209,7 @@ class Completion:
         return self.finish_reason
 
     def version_spans(self, start: int = 0) -> list[VersionSpan]:
-        """Return the span of each version, where the tokens stand from `start` on. None if it is not known.
+        """Return the span of each version, counted from `start`. Empty if the spans are unknown.
 
         >>> Completion([5, 6, 7], [0.0] * 3, "abc", "stop", ["1", "2"], version_starts=[0, 2]).version_spans(10)
         [['1', 10, 12], ['2', 12, 13]]
@@ -607,7 +607,7 @@ class TokenBatch:
     """Token ids of the response."""
 
     has_weight: bool | None = None
-    """Whether a weight is not 0, as the host knows it. None if it does not."""
+    """Whether any weight is not 0. None if the host does not know."""
 
 
 class Loss(Protocol):
@@ -625,7 +625,7 @@ class Loss(Protocol):
 
 @dataclass
 class SamplerState:
-    """Position, buffer and data source of the sampling side between two rounds. Part of every checkpoint."""
+    """Position, buffer and data source of the sampling side between two rounds, saved in every checkpoint."""
 
     position: int = 0
     """The next prompt occurrence."""
@@ -637,7 +637,7 @@ class SamplerState:
     """Groups buffered for a later round, oldest first: finished groups with rewards, and interrupted ones."""
 
     source: Any = None
-    """State of the user's data source, as JSON. Handed back to it on resume."""
+    """State of the user's data source, as JSON. It is restored on resume."""
 
     long_prompts_until: int = 0
     """Overlong prompts at occurrences below this one have been counted already."""

@@ -161,7 +161,7 @@ def _pushes_adapters(settings: Settings, receivers: WeightUpdateClient) -> bool:
 
 
 def pushed_precision(settings: Settings, folder: Path) -> Precision:
-    """Return the precision of pushed weights: that of engine.load at `folder` if it is quantized, else engine.dtype.
+    """Return the precision of pushed weights: engine.load's at `folder` if it is quantized, else engine.dtype.
 
     Raises CheckpointError for an unsupported quantization, and SettingsError for one that needs another dtype.
     """

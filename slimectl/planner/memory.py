@@ -375,7 +375,7 @@ def _fsdp(model: ResidentModel, run: Run) -> tuple[Figure, Figure, Figure]:
 
 
 def _gathered(model: ResidentModel, run: Run) -> Figure | None:
-    """Parameters that FSDP gathers temporarily on every rank. None if the model is not sharded."""
+    """Return the parameters that FSDP gathers temporarily on every rank, or None if the model is not sharded."""
     if not run.sharded:
         return None
     layer, root = _layer_and_rest(model.parts, model.architecture)

@@ -2,8 +2,8 @@
 
 torch (2.13) lets fake tensors of a CUDA device through autograd only in builds with CUDA: elsewhere autograd asks for a
 stream, which does not exist. Here fake tensors show C++ the meta device, as the tensors that they wrap, and
-Python their own. Everything is patched for the life of the process, which does nothing else. Delete what a release of
-torch does itself.
+Python their own. Everything is patched for the life of the process, which does nothing else. Delete each patch
+when a release of torch makes it unnecessary.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def install(*, gpu: int, gpus: int) -> None:
     _patch_groups()
     F.scaled_dot_product_attention = _attention(F.scaled_dot_product_attention)
     F.rms_norm = _norm(F.rms_norm)
-    # On one thread: those of autograd's devices are started by their drivers.
+    # Use one thread, because device drivers would start autograd's device threads.
     torch.autograd.set_multithreading_enabled(False)
 
 

@@ -109,7 +109,7 @@ class SimulatedRank(RankTrace):
             self.read_back("item", args[0])
             return SCALAR if args[0].dtype.is_floating_point else 1
         if func is torch.ops.aten.masked_select.default and isinstance(args[0], FakeTensor):
-            # Of the tokens for each expert those that chose it.
+            # The tokens that chose each expert.
             self.read_back("masked_select", args[0])
             selected = args[0].new_empty(args[1].shape[-1] * self.topk)
             self._follow(selected)

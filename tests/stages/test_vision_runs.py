@@ -100,7 +100,7 @@ def test_images_for_servers_are_refused_before_a_server_starts(vision: Workshop,
     vision.slimectl("rollout", "-c", "slimectl.toml", "-s", engine, code=3)
     assert vision.stderr == message
     checked = vision.slimectl("rollout", "-c", "slimectl.toml", "-s", engine, "--dry-run", code=3)
-    assert b"images: engines that are servers do not read images" in checked
+    assert b"images: engine servers do not read images" in checked
     vision.slimectl("eval", "-c", "slimectl.toml", "-s", engine, code=3)
     assert vision.stderr == message
     vision.slimectl("run", "-s", engine, code=3)
