@@ -82,18 +82,24 @@ def _title_of(page: Path) -> str:
     return re.search(r"^# ([^:\n]+)", page.read_text(encoding="utf-8"), re.MULTILINE)[1]
 
 
+LANGUAGES = {".py": "python", ".toml": "toml"}
+"""Languages of the files of examples/ by suffix."""
+
+
 def example_pages() -> dict[str, str]:
     """Return a page for each file and folder of examples/."""
     pages = {}
     for path in sorted((ROOT / "examples").iterdir()):
-        members = (
-            [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.suffix in (".py", ".toml"))
-        )
+        files = [path] if path.is_file() else sorted(path.rglob("*"))
+        members = [each for each in files if each.suffix in LANGUAGES]
         if path.suffix == ".ipynb":
             text = "\n".join(_cells(path))
+        elif not members:  # a cache, or the folder of an editor
+            continue
         else:
             text = "".join(
-                f'```{_language(each)} title="{each.relative_to(ROOT)}"\n{each.read_text()}```\n\n' for each in members
+                f'```{LANGUAGES[each.suffix]} title="{each.relative_to(ROOT)}"\n{each.read_text()}```\n\n'
+                for each in members
             )
         uri = f"examples/{path.name.partition('.')[0]}.md"
         pages[uri] = pages.get(uri, f"# {path.name.partition('.')[0]}\n\n") + text
@@ -105,10 +111,6 @@ def _cells(notebook: Path) -> Iterator[str]:
     for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
         text = "".join(cell["source"])
         yield re.sub(r"^# .*\n*", "", text) + "\n" if cell["cell_type"] == "markdown" else f"```python\n{text}\n```\n"
-
-
-def _language(path: Path) -> str:
-    return {".py": "python", ".toml": "toml"}[path.suffix]
 
 
 def settings() -> str:

@@ -200,7 +200,7 @@ def test_a_full_disk_while_saving_leaves_nothing_half_written(workshop: Workshop
     assert result.returncode == 1
     assert len(lines) == 1, lines
     assert "saved" in lines[0]
-    assert "free space or write elsewhere" in lines[0]
+    assert "Free space or write elsewhere" in lines[0]
     assert not list(workshop.folder.glob("*saved*"))
 
 

@@ -178,7 +178,7 @@ def test_a_rank_that_fails_raises_here_and_the_group_goes_on(two: Any):
 def test_a_killed_rank_is_named_with_its_last_words_and_ends_the_group(two: Any):
     """The last test of this group."""
     two.send("die", 1)
-    with pytest.raises(DiedError, match=r"rank 1 of 2 died \(.*out of memory\?\); see .*rank-1.*\.log") as caught:
+    with pytest.raises(DiedError, match=r"rank 1 of 2 died \(.*out of memory\?\)\. See .*rank-1.*\.log") as caught:
         list(two.answers())
     assert "last words" in caught.value.__notes__[0]
     with pytest.raises(DiedError, match="have ended"):

@@ -41,7 +41,7 @@ def executor(shared_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> I
 
 def test_a_hosted_object_that_dies_is_named_with_its_last_words(executor: RayExecutor):
     diary = executor.host(Diary, name="diary")
-    with pytest.raises(DiedError, match=r"diary died \(on .*: .*\); see .*diary\.log") as caught:
+    with pytest.raises(DiedError, match=r"diary died \(on .*: .*\)\. See .*diary\.log") as caught:
         diary.die("oh no")
     assert "oh no" in caught.value.__notes__[0]
     with pytest.raises(DiedError, match="diary died"):
@@ -118,7 +118,7 @@ def test_what_listens_but_is_no_cluster_is_given_up(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cluster, "TRY_S", 3.0)
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        pytest.raises(BackendError, match="did not answer as a Ray head does in 3 s"),
+        pytest.raises(BackendError, match="did not answer as a Ray head within 3 s"),
     ):
         cluster._check_is_ray_head(f"127.0.0.1:{server.getsockname()[1]}")
 

@@ -74,4 +74,9 @@ class Router(ServerProcess):
         return next((worker for worker in workers if worker["url"].rstrip("/") == url.rstrip("/")), None)
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Reply:
-        return await request(method, self._url + path, timeout_s=REPLY_TIMEOUT_S, body=body)
+        """Send a request, and once more if the connection is lost: a router that is being restarted drops it."""
+        try:
+            return await request(method, self._url + path, timeout_s=REPLY_TIMEOUT_S, body=body)
+        except BackendError:
+            await asyncio.sleep(POLL_S)
+            return await request(method, self._url + path, timeout_s=REPLY_TIMEOUT_S, body=body)

@@ -121,8 +121,8 @@ class Host:
         return value
 
     def _death_error(self, error: BaseException) -> DiedError:
-        see = f"see {self.log}" if self.log else "see its messages above"
-        died = DiedError(f"{self.name} died (on {self.location}: {death_reason(error, self.location)}); {see}")
+        place = self.log or "its messages above"
+        died = DiedError(f"{self.name} died (on {self.location}: {death_reason(error, self.location)}). See {place}.")
         return attach_log_tail(died, tail_at(self.log, self.location))
 
     def stream(

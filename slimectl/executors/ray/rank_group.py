@@ -134,8 +134,8 @@ class RayRanks(RankGroupBase):
             except Exception as raised:
                 error = raised
         reason = death_reason(error, location)
-        see = f"see {self._logs[rank]}" if self._logs else "see its messages above"
-        return DiedError(f"rank {rank} of {self.ranks} died (on {location}: {reason}); {see}")
+        place = self._logs[rank] if self._logs else "its messages above"
+        return DiedError(f"rank {rank} of {self.ranks} died (on {location}: {reason}). See {place}.")
 
     def _tail(self, rank: int) -> str:
         return tail_at(self._logs[rank], self._locations[rank]) if self._logs else ""
