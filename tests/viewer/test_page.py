@@ -23,6 +23,8 @@ from slimectl.viewer.export import write_page
 from slimectl.viewer.library import Library
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+expect = sync_api.expect  # waits until the page is as expected: it draws after answers of the server
+expect.set_options(timeout=10_000)
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium on the PATH")
 
@@ -131,14 +133,14 @@ def test_curves_of_two_runs_stand_in_one_chart_and_can_be_searched(page: Any, vi
     assert "b " in label
     page.get_by_label("Search metrics").fill("grad_norm")
     page.wait_for_selector("[data-metric='train/grad_norm']")
-    assert page.locator(".chart").count() == 1
+    expect(page.locator(".chart")).to_have_count(1)
     page.get_by_label("Search metrics").fill("")
     page.get_by_label("names").select_option("roll")
     page.wait_for_selector("[data-metric='critic/score/mean']")
     page.get_by_label("over").select_option("time")
     page.get_by_label("Smoothing").fill("0.6")
     assert "(raw)" in page.locator("[data-metric='critic/score/mean'] [role=img]").get_attribute("aria-label")
-    assert page.get_by_role("row", name="train.lr 0.001 0.0005").count() == 1
+    expect(page.get_by_role("row", name="train.lr 0.001 0.0005")).to_have_count(1)
 
 
 REWARDS = {"fast-s1": [0.0, 1.0], "fast-s2": [0.5, 0.5], **{f"solo{n}": [n / 100, n / 50] for n in range(1, 9)}}
@@ -191,7 +193,7 @@ def test_the_table_of_runs_is_sorted_searched_and_leads_to_curves(page: Any, she
     assert cells[1] == "fast (2 seeds)"
     assert "0.75 ± 0.35" in cells
     page.get_by_label("Show a setting").select_option("train.lr")
-    assert page.get_by_role("columnheader", name="train.lr").count() == 1
+    expect(page.get_by_role("columnheader", name="train.lr")).to_have_count(1)
     page.get_by_label("select fast").check()
     page.get_by_role("link", name="Curves of these 2 runs").click()
     page.wait_for_selector(".chart")
@@ -223,7 +225,7 @@ def test_seeds_are_one_line_with_a_band_and_charts_are_saved(page: Any, shelf: V
 def test_of_many_runs_some_are_drawn_and_the_address_keeps_the_choice(page: Any, shelf: View):
     open_page(page, shelf, "curves")
     page.wait_for_selector(".chart")
-    assert page.locator(".legend > label").count() == 6
+    expect(page.locator(".legend > label")).to_have_count(6)
     assert page.locator(".legend summary").inner_text() == "3 more, not shown"
     assert page.locator(".chart").first.get_attribute("data-metric") == "rollout/raw_reward"
     page.locator(".legend summary").click()
@@ -239,7 +241,7 @@ def test_of_many_runs_some_are_drawn_and_the_address_keeps_the_choice(page: Any,
     page.goto("about:blank")
     page.goto(shelf.address + address)
     page.wait_for_selector(".legend > label:has-text('solo8')")
-    assert page.locator(".legend > label").count() == 7
+    expect(page.locator(".legend > label")).to_have_count(7)
     controls = [page.get_by_label(label).input_value() for label in ("over", "scale", "Smoothing", "Search metrics")]
     assert controls == ["round", "log", "0.5", "reward"]
     colours = page.locator(".legend .swatch").evaluate_all("swatches => swatches.map((one) => one.style.background)")
@@ -249,10 +251,10 @@ def test_of_many_runs_some_are_drawn_and_the_address_keeps_the_choice(page: Any,
 def test_a_round_is_searched_filtered_and_sorted(page: Any, view: View):
     file = file_of(view, "round 2", "a")
     open_page(page, view, f"round/{file['id']}")
-    assert page.locator("tbody tr").count() == 4
+    expect(page.locator("tbody tr")).to_have_count(4)
     counts = page.locator(".histogram").nth(0).locator(".bar small").all_inner_texts()
     assert sum(map(int, counts)) <= 32
-    assert page.get_by_text("with the weights that were trained (staleness 0)").count() == 1
+    expect(page.get_by_text("with the weights that were trained (staleness 0)")).to_have_count(1)
     page.get_by_label("Filter expression").fill("reward > 2")
     page.keyboard.press("Enter")
     page.wait_for_selector("text=0 match")
@@ -315,11 +317,11 @@ def test_keys_lead_through_a_round_to_a_group_and_back(page: Any, view: View):
 def test_a_group_shows_why_and_where_two_answers_differ(page: Any, view: View):
     file = file_of(view, "round 1", "b")
     open_page(page, view, f"group/{file['id']}/0")
-    assert page.locator("article.answer").count() == 4
+    expect(page.locator("article.answer")).to_have_count(4)
     boxes = page.locator("article.answer input[type=checkbox]")
     boxes.nth(0).check()
     boxes.nth(1).check()
-    assert page.locator(".difference del, .difference ins").count() >= 1
+    page.wait_for_selector(".difference del, .difference ins")
     page.get_by_role("button", name="why?").first.click()
     page.wait_for_selector(".why p")
     assert page.locator(".why p").first.inner_text()
@@ -330,7 +332,7 @@ def test_a_sample_shows_its_tokens_numbers_turns_and_branches(page: Any, view: V
     open_page(page, view, f"sample/{file['id']}/1")
     record = view.ask(f"raw?file={file['id']}&row=1")
     page.wait_for_selector(".token")
-    assert page.locator(".token").count() == len(record["tokens"])
+    expect(page.locator(".token")).to_have_count(len(record["tokens"]))
     assert [word.strip() for word in page.locator(".author").all_inner_texts()] == [
         "prompt",
         "policy",
@@ -351,7 +353,7 @@ def test_a_sample_shows_its_tokens_numbers_turns_and_branches(page: Any, view: V
     assert "colour=ratio" in page.evaluate("location.hash")
     page.get_by_role("button", name="previous").click()
     page.wait_for_selector("h2:has-text('attempt 0 · branch 2')")
-    assert page.locator(".tree a").count() == 2
+    expect(page.locator(".tree a")).to_have_count(2)
     page.locator("details summary").click()
     page.wait_for_selector("text=rollout_log_probs")
     page.locator(".commands button").first.click()
@@ -382,10 +384,10 @@ def test_turns_messages_and_calls_of_a_chat_stand_apart(page: Any, workshop: Wor
         ]  # fmt: skip
         headers = "".join(page.locator(".token.header").all_inner_texts())
         assert headers == "".join(f"<|im_start|>{role}↵\n" for role in ("user", "assistant", "tool"))
-        assert page.locator(".block").count() == 5
+        expect(page.locator(".block")).to_have_count(5)
         calls = page.locator(".block.policy .tool-call[aria-label='tool call']").all_inner_texts()
         assert [text.removeprefix("tool call").strip() for text in calls] == [texts[1]]
-        assert page.locator(".block.environment .tool-call[aria-label='tool result']").count() == 1
+        expect(page.locator(".block.environment .tool-call[aria-label='tool result']")).to_have_count(1)
         page.get_by_text("1 tool: add").click()
         assert page.locator(".tools .text").is_visible()
         page.get_by_role("button", name="Messages", exact=True).click()
@@ -397,7 +399,7 @@ def test_turns_messages_and_calls_of_a_chat_stand_apart(page: Any, workshop: Wor
         ]  # fmt: skip
         assert page.evaluate("location.hash").endswith("?as=chat")
         open_page(page, view, "group/f0/0")
-        assert page.get_by_text("1 tool: add").count() == 1
+        expect(page.get_by_text("1 tool: add")).to_have_count(1)
 
 
 def test_the_command_of_a_sample_replays_it(view: View, workshop: Workshop):
@@ -521,7 +523,7 @@ def test_the_branches_of_a_program_are_a_tree_while_its_run_goes_on(page: Any, w
         page.wait_for_selector("text=live: c")
         open_page(page, view, "sample/n0.r1/0")
         page.wait_for_selector(".token")
-        assert page.locator(".tree .tree a").count() == 0  # one fork
+        expect(page.locator(".tree .tree a")).to_have_count(0)  # one fork
         assert page.locator(".tree a").all_inner_texts() == ["branch 1 (this one)", "branch 2"]
         page.get_by_role("link", name="branch 2", exact=True).click()
         page.wait_for_selector("b:has-text('branch 2 (this one)')")
@@ -529,12 +531,12 @@ def test_the_branches_of_a_program_are_a_tree_while_its_run_goes_on(page: Any, w
         page.get_by_role("link", name="group 0").click()
         page.wait_for_selector("article.answer")
         assert page.get_by_label("Prompt").inner_text().endswith("say one")  # not that of the branch with another past
-        assert page.locator("article.answer").count() == 2  # attempts
-        assert page.locator("article.answer").first.locator(".tree > li").count() == 2
-        assert page.locator("article.answer").first.get_by_text("another past", exact=True).count() == 1
+        expect(page.locator("article.answer")).to_have_count(2)  # attempts
+        expect(page.locator("article.answer").first.locator(".tree > li")).to_have_count(2)
+        expect(page.locator("article.answer").first.get_by_text("another past", exact=True)).to_have_count(1)
         page.keyboard.press("r")
         page.wait_for_selector("h2:has-text('round 1')")
-        assert page.locator("tbody tr").first.locator(".cell").count() == 2  # one for each attempt
+        expect(page.locator("tbody tr").first.locator(".cell")).to_have_count(2)  # one for each attempt
         (workshop.folder / "second_round").touch()
         page.wait_for_selector("option[value='n0.r2']", state="attached", timeout=60_000)
         page.keyboard.press("ArrowRight")
@@ -567,7 +569,7 @@ def test_hostile_content_is_text(page: Any, tmp_path: Path, how: str):
             view = View(f"file://{tmp_path}/view.html", 0)
         open_page(page, view, "round/f0")
         page.wait_for_selector("tbody tr")
-        assert page.locator("tbody tr").count() == len(HOSTILE)
+        expect(page.locator("tbody tr")).to_have_count(len(HOSTILE))
         texts = [page.inner_text("main")]
         for group in range(len(HOSTILE)):
             for address in (f"group/f0/{group}", *([f"sample/f0/{2 * group}"] if how == "server" else [])):
