@@ -197,7 +197,7 @@ def test_the_table_of_runs_is_sorted_searched_and_leads_to_curves(page: Any, she
     page.get_by_label("select fast").check()
     page.get_by_role("link", name="Curves of these 2 runs").click()
     page.wait_for_selector(".chart")
-    assert page.locator(".legend > label").all_inner_texts() == ["fast (2 seeds) stopped"]
+    expect(page.locator(".legend > label")).to_have_text(["fast (2 seeds) stopped"])
 
 
 def test_seeds_are_one_line_with_a_band_and_charts_are_saved(page: Any, shelf: View):
@@ -226,7 +226,7 @@ def test_of_many_runs_some_are_drawn_and_the_address_keeps_the_choice(page: Any,
     open_page(page, shelf, "curves")
     page.wait_for_selector(".chart")
     expect(page.locator(".legend > label")).to_have_count(6)
-    assert page.locator(".legend summary").inner_text() == "3 more, not shown"
+    expect(page.locator(".legend summary")).to_have_text("3 more, not shown")
     assert page.locator(".chart").first.get_attribute("data-metric") == "rollout/raw_reward"
     page.locator(".legend summary").click()
     page.locator(".folded label", has_text="solo8").click()
@@ -524,7 +524,7 @@ def test_the_branches_of_a_program_are_a_tree_while_its_run_goes_on(page: Any, w
         open_page(page, view, "sample/n0.r1/0")
         page.wait_for_selector(".token")
         expect(page.locator(".tree .tree a")).to_have_count(0)  # one fork
-        assert page.locator(".tree a").all_inner_texts() == ["branch 1 (this one)", "branch 2"]
+        expect(page.locator(".tree a")).to_have_text(["branch 1 (this one)", "branch 2"])
         page.get_by_role("link", name="branch 2", exact=True).click()
         page.wait_for_selector("b:has-text('branch 2 (this one)')")
         assert [word.strip() for word in page.locator(".author").all_inner_texts()][-2:] == ["environment", "policy"]
