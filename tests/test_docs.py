@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_floors import FLOORS
 
 from slimectl.settings.reference import entries
+from slimectl.types import Sample
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -94,3 +100,41 @@ def test_the_glossary_is_in_alphabetical_order():
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     words = re.findall(r"^\| \*\*(.+?)\*\*", text, flags=re.MULTILINE)
     assert words == sorted(words, key=lambda word: re.sub(r"\W", " ", word))
+
+
+def python_blocks(page: Path) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        textwrap.dedent(block) for block in re.findall(r"^ *```python\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    ]
+
+
+def imported() -> Iterator[tuple[str, str]]:
+    """(module, name) of all that Python code of the pages imports from slimectl, except in fragments that do not parse."""
+    for page in LIVING:
+        for block in python_blocks(page):
+            try:
+                nodes = list(ast.walk(ast.parse(block)))
+            except SyntaxError:
+                continue
+            for node in nodes:
+                if isinstance(node, ast.ImportFrom) and re.match(r"slimectl\b(?!_)", node.module or ""):
+                    yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def test_code_of_the_pages_imports_names_that_exist():
+    found = set(imported())
+    assert ("slimectl.environments.port", "Task") in found
+    assert ("slimectl.rewards.extraction", "missing") in found
+    assert [each for each in sorted(found) if not hasattr(importlib.import_module(each[0]), each[1])] == []
+
+
+def test_the_verifier_of_contributing_grades():
+    [code] = [block for block in python_blocks(ROOT / "CONTRIBUTING.md") if "class StartsWith" in block]
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(f"from dataclasses import dataclass\nfrom slimectl.types import Sample\n{code}", names)
+    verifier = names["StartsWith"]
+    assert verifier()(Sample(response="Paris, of course", label="Paris")) == 1.0
+    assert verifier()(Sample(response="In Paris", label="Paris")) == 0.0
+    assert verifier(ignore_case=True)(Sample(response="paris", label="Paris")) == 1.0
+    assert verifier(source="boxed")(Sample(response="Paris", label="Paris")) == 0.0

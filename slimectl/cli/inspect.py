@@ -30,9 +30,7 @@ def inspect(
     prompt: Annotated[
         str | None,
         typer.Option(
-            "--prompt",
-            metavar="TEXT",
-            help="Show one prompt over all rounds, given part of its text or its group number",
+            "--prompt", metavar="TEXT", help="Show one prompt over all rounds: part of its text, or its group number"
         ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new samples as they arrive")] = False,
