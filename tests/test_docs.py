@@ -110,7 +110,7 @@ def python_blocks(page: Path) -> list[str]:
 
 
 def imported() -> Iterator[tuple[str, str]]:
-    """(module, name) of all that Python code of the pages imports from slimectl, except in fragments that do not parse."""
+    """(module, name) of all imports from slimectl in Python code of the pages. Fragments that do not parse are skipped."""
     for page in LIVING:
         for block in python_blocks(page):
             try:
