@@ -110,7 +110,7 @@ def python_blocks(page: Path) -> list[str]:
 
 
 def imported() -> Iterator[tuple[str, str]]:
-    """(module, name) of all imports from slimectl in Python code of the pages. Fragments that do not parse are skipped."""
+    """(module, name) of all imports from slimectl in Python code of the pages, except in fragments that do not parse."""
     for page in LIVING:
         for block in python_blocks(page):
             try:
