@@ -110,7 +110,7 @@ def python_blocks(page: Path) -> list[str]:
 
 
 def imported() -> Iterator[tuple[str, str]]:
-    """(module, name) of all imports from slimectl in Python code of the pages, except in fragments that do not parse."""
+    """Yield (module, name) of every import from slimectl in Python code of the pages."""
     for page in LIVING:
         for block in python_blocks(page):
             try:
