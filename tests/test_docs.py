@@ -87,7 +87,7 @@ def test_a_page_has_at_most_250_lines_unless_it_is_generated(page: Path):
 def test_the_floors_of_the_architecture_page_are_those_of_the_test():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (.+) \|$", text, flags=re.MULTILINE)
-    assert [re.findall(r"`(\w+)`", packages) for _, packages in rows] == FLOORS
+    assert [re.findall(r"`([\w.]+)`", packages) for _, packages in rows] == FLOORS
 
 
 def test_the_architecture_page_has_every_package():
@@ -124,7 +124,7 @@ def imported() -> Iterator[tuple[str, str]]:
 
 def test_code_of_the_pages_imports_names_that_exist():
     found = set(imported())
-    assert ("slimectl.environments.port", "Task") in found
+    assert ("slimectl.agents.environments.port", "Task") in found
     assert ("slimectl.rewards.extraction", "missing") in found
     assert [each for each in sorted(found) if not hasattr(importlib.import_module(each[0]), each[1])] == []
 
