@@ -70,11 +70,11 @@ class Recorder:
         from transformers import AutoConfig
 
         from slimectl import builders
-        from slimectl.engines.embedded.engine import EmbeddedEngine
+        from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 
         self.tokenizer = builders.tokenizer(self.options.model)
         config = AutoConfig.from_pretrained(self.options.model, local_files_only=True)
-        self.engine = EmbeddedEngine(config, self.tokenizer, dtype=torch.bfloat16, max_context=2048)
+        self.engine = EmbeddedEngine(config, self.tokenizer, EngineOptions(dtype=torch.bfloat16, max_context=2048))
         self.engine.load_weights(HFCheckpoint().read(self.options.model), version="0")
 
     def session(self, draw: random.Random) -> Any:
