@@ -44,6 +44,7 @@ from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.protocols import NamedTensors, WeightSync
 from slimectl.types import Metrics, TrainingSample
 from slimectl.weight_sync.base import InProcessSync, WeightSyncBase
@@ -181,7 +182,7 @@ def main() -> None:
                     model, log=log, python=options.sglang, dtype=options.dtype, keys=KEYS
                 )
         lora = LoraOptions(options.lora, 2.0 * options.lora, LINEAR) if options.lora else None
-        policy = FsdpPolicy(model, HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-6), lora=lora)
+        policy = FsdpPolicy(model, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=1e-6), lora=lora))
         size = sum(tensor.numel() for _, tensor in policy.weights()) * dtype.itemsize
         embedded = EmbeddedEngine(AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model), dtype=dtype)
         syncs: dict[tuple[str, str], tuple[WeightSync, int]] = {

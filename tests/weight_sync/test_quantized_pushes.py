@@ -20,6 +20,7 @@ from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.settings import Settings
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
@@ -82,7 +83,7 @@ def test_untrained_weights_arrive_as_the_checkpoint_that_servers_began_with(
     rounded.mkdir()
     (rounded / "config.json").write_text((source / "config.json").read_text())
     HFCheckpoint(dtype=torch.bfloat16).write(rounded, HFCheckpoint().read(source))
-    policy = FsdpPolicy(rounded, HFCheckpoint(), optimizer=OptimizerOptions())
+    policy = FsdpPolicy(rounded, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions()))
     builders.to_servers(chosen, policy, readers, model=rounded, folder=tmp_path).push()
     assert bits(readers.tensors) == bits(original)
     assert (

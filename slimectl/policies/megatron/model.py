@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from slimectl.policies.megatron.mla import LatentAttention
 from slimectl.policies.megatron.moe import Experts, Router
 from slimectl.policies.megatron.norms import RMSNorm, WideKeyNorm, WideQueryNorm
 from slimectl.policies.megatron.rotary import Rotary
-from slimectl.policies.recompute import Recompute
+from slimectl.policies.options import MegatronOptions, TrainerOptions
 
 AddResidual = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
@@ -241,29 +241,16 @@ def padded_vocabulary(architecture: Architecture, layout: ParallelLayout) -> int
     return -(-architecture.vocab_size // layout.tensor) * layout.tensor
 
 
-Provide = Callable[..., PackedGPT]
-"""(build, layout, config, vocab_size, pre_process, post_process, vp_stage) -> a chunk of the model.
-
-`build()` returns the default one.
-"""
-
-
-def build(
-    architecture: Architecture,
-    layout: ParallelLayout,
-    *,
-    dtype: torch.dtype,
-    args: Mapping[str, Any] | None = None,
-    recompute: Recompute | None = None,
-    provide: Provide | None = None,
-    **fields: Any,
-) -> list[PackedGPT]:
+def build(architecture: Architecture, options: TrainerOptions, megatron: MegatronOptions) -> list[PackedGPT]:
     """Build this rank's chunks of the model, one per virtual pipeline stage. Matrices are uninitialized.
 
-    Call `parallel.start(layout, …)` first. `provide` replaces the construction of a chunk. Raises SettingsError for a
-    configuration that megatron-core rejects.
+    Call `parallel.start(layout, …)` first. A function of the user may replace the construction of a chunk. Raises
+    SettingsError for a configuration that megatron-core rejects.
     """
-    config = transformer_config(architecture, layout, dtype=dtype, args=args, recompute=recompute, **fields)
+    layout, functions = megatron.layout, megatron.user_functions
+    config = transformer_config(
+        architecture, layout, dtype=options.compute_dtype, args=megatron.args, recompute=options.recompute
+    )
     vocab_size = padded_vocabulary(architecture, layout)
     stages: list[int | None] = list(range(layout.virtual_pipeline)) if layout.virtual_pipeline else [None]
     chunks = []
@@ -271,7 +258,7 @@ def build(
         make = partial(PackedGPT, architecture, config, vocab_size=vocab_size, virtual_stage=stage)
         own = {"pre_process": _is_first(stage), "post_process": _is_last(stage), "vp_stage": stage}
         own |= {"config": config, "vocab_size": vocab_size}
-        chunks.append(provide(make, layout, **own) if provide else make())
+        chunks.append(functions.provide(make, layout, **own) if functions else make())
     # The whole chunk is moved, because mcore builds routers on the CPU and moves them when they first run.
     return [chunk.to(device()) for chunk in chunks]
 

@@ -115,8 +115,9 @@ def new_policy_from_torch_dist(folder: Path) -> Any:
     from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
     from slimectl.policies.fsdp.policy import FsdpPolicy
     from slimectl.policies.optimizer import OptimizerOptions
+    from slimectl.policies.options import TrainerOptions
 
-    return FsdpPolicy(folder, ModelCheckpoint(), optimizer=OptimizerOptions(lr=1e-3))
+    return FsdpPolicy(folder, ModelCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=1e-3)))
 
 
 def test_two_ranks_share_them(two: Ranks, published: Callable[[str], Path], tmp_path: Path):
