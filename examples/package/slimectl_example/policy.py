@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slimectl.builders.trainers import FsdpBackend, Role
 from slimectl.policies.options import TrainerOptions
 from slimectl.protocols import CheckpointFormat
+from slimectl.runtime.builders.trainers import FsdpBackend, Role
 from slimectl.settings import Settings
 
 
