@@ -51,7 +51,7 @@ def python_of(kind: str) -> str:
     variable = f"SLIMECTL_{kind.upper()}_PYTHON"
     python = os.environ.get(variable)
     if not python:
-        pytest.skip(f"needs {INSTALLED[kind]}: install slimectl/engines/{kind}/requirements-cpu.txt, name its Python "
+        pytest.skip(f"needs {INSTALLED[kind]}: install tests/support/cpu/requirements-{kind}.txt, name its Python "
                     f"in {variable}")  # fmt: skip
     return python
 
