@@ -44,8 +44,8 @@ def text_of(page: Path) -> str:
 def test_the_site_has_every_command_setting_and_metric(site: Path):
     pages = [text_of(site / f"reference/{name}.html") for name in ("commands", "settings", "metrics")]
     commands, settings, metrics = pages
-    interface = json.loads((ROOT / "tests" / "interface.json").read_text())
-    assert [name for name in interface["commands"] if f"slimectl {name}" not in commands] == []
+    commands_named = json.loads((ROOT / "tests" / "interface" / "commands.json").read_text())
+    assert [name for name in commands_named if f"slimectl {name}" not in commands] == []
     names = {entry.key.rpartition(".")[2] if entry.key.startswith("algorithm.") else entry.key for entry in entries()}
     assert [name for name in sorted(names) if name not in settings] == []
     assert [metric.name for metric in CATALOGUE if metric.name not in metrics] == []
