@@ -26,7 +26,6 @@ import cpu_shims
 import forkserver
 import machines
 import pytest
-from markers import mark
 from model_families import FAMILIES, SHAPE
 from workshop import Workshop, set_up
 
@@ -98,8 +97,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return groups.index(scope) if scope in groups else last
 
     items.sort(key=rank)
-    for item in items:
-        mark(item)
 
 
 def pytest_collection_finish() -> None:

@@ -19,6 +19,8 @@ from slimectl.cli.app import app
 from slimectl.data.metrics_catalogue import CATALOGUE
 from slimectl.settings.reference import entries
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 SMALL = {"ROLLOUT_MAX_RESPONSE_LEN": "6", "RUN_ROLLOUT_BATCH_SIZE": "2", "ROLLOUT_N_SAMPLES_PER_PROMPT": "2",

@@ -15,6 +15,8 @@ from torch import Tensor
 from slimectl.checkpoints.hf_weights import HFWeights
 from slimectl.conversions import convert_checkpoint
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'slimectl[megatron]'")
 
 RANKS, VOCABULARY, LAYERS, EXPERTS = 2, 99, 2, 4

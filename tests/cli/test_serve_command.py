@@ -26,6 +26,8 @@ from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.errors import BackendError
 from slimectl.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., ForkedProcess]
 KEY = "key-of-this-test"
 COMMAND = [sys.executable, "-m", "slimectl", "serve"]

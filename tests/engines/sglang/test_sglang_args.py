@@ -11,6 +11,8 @@ import serving
 from slimectl.engines.sglang.launch import SGLANG, router_interpreter, sglang_server
 from slimectl.errors import BackendError, SettingsError
 
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
 
 @pytest.fixture(scope="module")
 def python() -> str:

@@ -42,6 +42,8 @@ def test_prefill_stands_apart_from_decode():
     }  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.sglang
 def test_a_role_becomes_flags_of_the_server(tmp_path: Path, model_dir: Callable[[], Path]):
     def command(i: int, device: str, **args: Any) -> set[str]:
         spec = made(num_engines=2, prefill_num_servers=1)[i]
@@ -65,6 +67,8 @@ def test_an_engine_of_sixteen_gpus_spans_two_machines_of_eight():
     assert [part.options()["node"] for part in specs[0].parts()] == [0, 1]
 
 
+@pytest.mark.slow
+@pytest.mark.sglang
 def test_a_machine_of_an_engine_becomes_flags(tmp_path: Path, model_dir: Callable[[], Path]):
     part = made(num_engines=1, gpus_per_engine=2, gpus_per_node=1)[0].parts()[1]
     server = sglang_server(model_dir(), log=tmp_path / "log", python=serving.python_of("sglang"), **part.options())

@@ -26,6 +26,8 @@ from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 ModelDir = Callable[..., Path]
 TORCH_DIST = {"save_format": "torch_dist"}
 ROUNDED = {"optimizer": OptimizerOptions(lr=1e-3, state_dtype="bfloat16")}

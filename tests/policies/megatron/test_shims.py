@@ -65,6 +65,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(module, packag
         patches.prepare()
 
 
+@pytest.mark.slow
 def test_importing_warns_of_nothing():
     code = "import slimectl.policies.megatron.model"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
