@@ -29,6 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slimectl.stages.convert import ConvertOptions
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SHAPE = {
@@ -88,7 +90,7 @@ def child(source: Path, target: Path, to: str, rounds: int) -> None:
     turns = {
         "cp": lambda: copied(source, copy, sync=False),
         "cp and sync": lambda: copied(source, copy, sync=True),
-        to: lambda: convert_checkpoint(source, target, to=to, verify=False),
+        to: lambda: convert_checkpoint(source, target, ConvertOptions(to=to, verify=False)),
     }
     facts: dict[str, Any] = {name: [] for name in turns}
     for _ in range(rounds + 1):

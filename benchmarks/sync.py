@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +41,9 @@ from slimectl.engines.api_keys import ServerKeys, new_key
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.server.launch import serve_server
 from slimectl.engines.sglang.launch import sglang_server
+from slimectl.engines.sglang.topology import ServerSpec
 from slimectl.engines.sglang.weight_client import SglangWorkers
+from slimectl.engines.supervisor.server_process import ServerOptions
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
@@ -170,16 +173,15 @@ def main() -> None:
     pairs = options.only.split(",") if options.only else []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))
-        options_of_serve = {"dtype": options.dtype, "wait_for_weights": True, "keys": KEYS}
         servers = {}
         for suffix in ("", "-lora") if options.lora else ("",):
             name = f"serve{suffix}"
-            servers[name] = serve_server(model, log=folder / f"{name}.log", **options_of_serve)
+            of_server = ServerOptions(folder / f"{name}.log", dtype=options.dtype, keys=KEYS)
+            servers[name] = serve_server(ServerSpec(name, model), of_server)
             if options.sglang:
-                log = folder / f"sglang{suffix}.log"
-                servers[f"sglang{suffix}"] = sglang_server(
-                    model, log=log, python=options.sglang, dtype=options.dtype, keys=KEYS
-                )
+                spec = ServerSpec(f"sglang{suffix}", model)
+                of_server = replace(of_server, log=folder / f"{spec.name}.log")
+                servers[spec.name] = sglang_server(spec, of_server, python=options.sglang)
         lora = LoraOptions(options.lora, 2.0 * options.lora, LINEAR) if options.lora else None
         policy = FsdpPolicy(model, HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-6), lora=lora)
         size = sum(tensor.numel() for _, tensor in policy.weights()) * dtype.itemsize

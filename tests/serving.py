@@ -17,13 +17,15 @@ from slimectl.engines.embedded.detokenizer import Detokenizer
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.http.api import ServerApi
 from slimectl.engines.http.client import HttpEngine
+from slimectl.engines.http.request import NO_WEIGHTS
 from slimectl.engines.http.weight_client import HttpWorkers
 from slimectl.engines.server.launch import serve_server
 from slimectl.engines.sglang.api import SglangApi
 from slimectl.engines.sglang.launch import sglang_server
+from slimectl.engines.sglang.topology import ServerSpec
 from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.engines.stop_tokens import StopTokens, special_tokens
-from slimectl.engines.supervisor.server_process import ServerProcess
+from slimectl.engines.supervisor.server_process import ServerOptions, ServerProcess
 from slimectl.engines.vllm.api import VllmApi
 from slimectl.engines.vllm.launch import vllm_server
 from slimectl.engines.vllm.weight_client import VllmWorkers
@@ -63,26 +65,28 @@ def python_of(kind: str) -> str:
     return python
 
 
-def sglang(folder: Path, logs: Path, *, preloaded: bool = False, **options: Any) -> ServerProcess:
+def sglang(
+    folder: Path, logs: Path, *, spec: ServerSpec | None = None, preloaded: bool = False, python: str | None = None
+) -> ServerProcess:
     """A server; with `preloaded` it is forked from a process that has imported SGLang, 10 s of CPU."""
-    if preloaded:
-        options["env"] = {zygote.PRELOADED: "1"}
-    options = {
-        "python": python_of("sglang"),
-        "max_context": CONTEXT,
-        "log": logs / "sglang.log",
-        "keys": KEYS,
-    } | options
-    return sglang_server(folder, **options)
+    spec = spec or ServerSpec("sglang", folder)
+    env = {zygote.PRELOADED: "1"} if preloaded else {}
+    return sglang_server(spec, options(spec, logs, env=env), python=python or python_of("sglang"))
 
 
-def vllm(folder: Path, logs: Path, **options: Any) -> ServerProcess:
-    options = {"python": python_of("vllm"), "max_context": CONTEXT, "log": logs / "vllm.log", "keys": KEYS} | options
-    return vllm_server(folder, **options)
+def vllm(folder: Path, logs: Path) -> ServerProcess:
+    spec = ServerSpec("vllm", folder)
+    return vllm_server(spec, options(spec, logs), python=python_of("vllm"), keep_weights=True)
 
 
-def serve(folder: Path, logs: Path, **options: Any) -> ServerProcess:
-    return serve_server(folder, **({"max_context": CONTEXT, "log": logs / "serve.log", "keys": KEYS} | options))
+def serve(folder: Path, logs: Path, *, name: str = "serve", weight_version: str = NO_WEIGHTS) -> ServerProcess:
+    """A server that waits for weights, or has those in the folder under a version."""
+    spec = ServerSpec(name, folder)
+    return serve_server(spec, options(spec, logs, weight_version=weight_version))
+
+
+def options(spec: ServerSpec, logs: Path, **more: Any) -> ServerOptions:
+    return ServerOptions(logs / f"{spec.name}.log", max_context=CONTEXT, keys=KEYS, **more)
 
 
 def api(urls: Sequence[str]) -> ServerApi:

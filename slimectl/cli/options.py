@@ -339,14 +339,17 @@ def with_messages(command: Callable[..., None]) -> Callable[..., None]:
 
 @functools.cache
 def _options_of(group: Any) -> dict[str, inspect.Parameter]:
-    """Return the fields of a dataclass as parameters."""
+    """Return the fields of a dataclass as parameters. A field that is annotated with a text has it as its help."""
     types = get_type_hints(group, include_extras=True)
-    return {
-        field.name: inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name]
+    options = {}
+    for field in fields(group):
+        annotation = types[field.name]
+        if isinstance(text := getattr(annotation, "__metadata__", (None,))[0], str):
+            annotation = Annotated[annotation.__origin__, typer.Option(help=text)]
+        options[field.name] = inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation
         )
-        for field in fields(group)
-    }
+    return options
 
 
 def print_settings(resolution: Resolved, *, only_changed: bool = False) -> None:

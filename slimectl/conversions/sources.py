@@ -24,6 +24,7 @@ from slimectl.data.hugging_face import or_fetch
 from slimectl.errors import BackendError, CheckpointError, SettingsError
 from slimectl.model_files import check_model_files, policy_folder
 from slimectl.protocols import Weights
+from slimectl.stages.convert import ConvertOptions
 from slimectl.stdio import logger
 
 PREFIX = "package:"
@@ -92,13 +93,12 @@ class Source:
         return self.model or ValidatedModel(with_defaults(self.config))
 
 
-def open_source(
-    path: Path, *, numbers: bool, dtype: torch.dtype | None, config: Path | None, card: str | None
-) -> Source:
-    """Open the source at `path`. `numbers` requests dequantized weights (in bfloat16, or `dtype`).
+def open_source(path: Path, options: ConvertOptions) -> Source:
+    """Open the source at `path`, with dequantized weights (in bfloat16, or options.dtype) if the options need numbers.
 
-    Raises CheckpointError, also if `config`, `card` and the source's own config.json contradict each other.
+    Raises CheckpointError, also if its config, its card and the source's own config.json contradict each other.
     """
+    dtype, config, card = DTYPES.get(options.dtype or ""), options.config, options.card
     if path.suffix == ".gguf":
         source = _gguf(path, dtype or torch.float32)
     elif is_torch_dist(path):
@@ -106,7 +106,7 @@ def open_source(
         check_model_files(folder)
         return _torch_dist(folder, config, card)
     else:
-        source = _hf(path, numbers=numbers, dtype=dtype or torch.bfloat16)
+        source = _hf(path, numbers=options.needs_numbers, dtype=dtype or torch.bfloat16)
     if card:
         cards.check(card, source.needed_model().config, location=str(path))
     if config:

@@ -144,7 +144,7 @@ def test_sglang_keys_without_sglang_are_refused():
 def test_an_embedded_server_is_slimectl_serve(tmp_path: Path):
     settings = given(engine={"backend": "embedded", "num_engines": 2, "dtype": "bfloat16"})
     server = _server(settings, _specs(settings, MODEL)[1], log=tmp_path / "log", waiting=True)
-    command = server._command("127.0.0.1", 30001)
+    command = server.program.command("127.0.0.1", 30001)
     assert command[1:4] == ["-m", "slimectl", "serve"]
     assert "--wait-for-weights" in command
     assert "engine.dtype=bfloat16" in command

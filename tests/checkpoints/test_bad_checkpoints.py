@@ -16,6 +16,7 @@ from torch import Tensor
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError
+from slimectl.stages.convert import ConvertOptions
 
 ModelDir = Callable[[str], Path]
 
@@ -27,7 +28,7 @@ def source(tmp_path: Path, model_dir: ModelDir) -> Path:
 
 @pytest.fixture
 def torch_dist(tmp_path: Path, model_dir: ModelDir) -> Path:
-    convert_checkpoint(model_dir("qwen3"), tmp_path / "torch_dist", to="torch_dist", logits=0)
+    convert_checkpoint(model_dir("qwen3"), tmp_path / "torch_dist", ConvertOptions(to="torch_dist", logits=0))
     (tmp_path / "torch_dist" / "manifest.json").unlink()  # as from elsewhere: a manifest would be what is refused
     return tmp_path / "torch_dist"
 
@@ -41,7 +42,7 @@ def change(folder: Path, tensors: Callable[[dict[str, Tensor]], Any]) -> None:
 def refused(match: str, source: Path, **options: Any) -> None:
     target = source.with_name("out")
     with pytest.raises(CheckpointError, match=match) as error:
-        convert_checkpoint(source, target, **options)
+        convert_checkpoint(source, target, ConvertOptions(**options))
     assert "\n" not in str(error.value)
     assert sorted(path.name for path in source.parent.iterdir()) == [source.name]
 
@@ -75,13 +76,13 @@ def test_tensors_of_one_parameter_have_one_dtype(source: Path):
 def test_card_that_contradicts_the_config_is_refused_key_by_key(source: Path, torch_dist: Path):
     torch_dist.rename(source.with_name("other"))
     with pytest.raises(CheckpointError, match=r"the card qwen3-0\.6B: .*hidden_size is 64, but 1024 in the card"):
-        convert_checkpoint(source, source.with_name("out"), to="torch_dist", card="qwen3-0.6B")
+        convert_checkpoint(source, source.with_name("out"), ConvertOptions(to="torch_dist", card="qwen3-0.6B"))
     with pytest.raises(CheckpointError, match=r"contradicts the card qwen3-0\.6B: .*hidden_size is 64"):
-        convert_checkpoint(source.with_name("other"), source.with_name("out"), card="qwen3-0.6B")
+        convert_checkpoint(source.with_name("other"), source.with_name("out"), ConvertOptions(card="qwen3-0.6B"))
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     with pytest.raises(CheckpointError, match=r"--config: rms_norm_eps is 0\.001 in .*source, 1e-06 in .*other"):
-        convert_checkpoint(source.with_name("other"), source.with_name("out"), config=source)
+        convert_checkpoint(source.with_name("other"), source.with_name("out"), ConvertOptions(config=source))
     assert not source.with_name("out").exists()
 
 

@@ -28,6 +28,7 @@ from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.errors import SlimectlError
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.stages.convert import ConvertOptions
 from slimectl.types import SamplingParams, TrainingSample
 
 ModelDir = Callable[[str], Path]
@@ -329,7 +330,7 @@ def from_trainer(folder: Path) -> tuple[list[int], list[float]]:
 
 def from_conversion(folder: Path) -> tuple[list[int], list[float]]:
     target = folder.with_name("converted")
-    convert_checkpoint(folder, target, logits=0)
+    convert_checkpoint(folder, target, ConvertOptions(logits=0))
     tokens = [*PROMPT, 11, 12, 13, 14]
     return tokens, log_probs(target, tokens).tolist()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from slimectl.conversions import convert_checkpoint
 from slimectl.data.manifest import integrity_error
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.protocols import NoProgress
-from slimectl.stages.convert import convert
+from slimectl.stages.convert import ConvertOptions, Output, convert
 
 ModelDir = Callable[[str], Path]
 
@@ -50,7 +51,9 @@ def test_cast_and_resharded_model_loads_and_equals_the_cast(tmp_path: Path, mode
 
     source, target = model_dir("qwen3"), tmp_path / "out"
     progress = Counted()
-    summary = convert_checkpoint(source, target, dtype="bfloat16", max_shard_bytes=100_000, progress=progress)
+    summary = convert_checkpoint(
+        source, target, ConvertOptions(dtype="bfloat16", max_shard_bytes=100_000), progress=progress
+    )
     before, after = tensors(source), tensors(target)
     assert summary == {
         "tensors": len(before), "parameters": sum(t.numel() for t in before.values()),
@@ -84,7 +87,7 @@ def test_the_same_conversion_again_does_nothing(tmp_path: Path, model_dir: Model
     assert convert_checkpoint(model_dir("llama"), target)["unchanged"]
     assert (target / "model.safetensors").stat().st_mtime_ns == made
     with pytest.raises(SettingsError, match=r"already exists\. Add --force"):
-        convert_checkpoint(model_dir("llama"), target, dtype="float16")
+        convert_checkpoint(model_dir("llama"), target, ConvertOptions(dtype="float16"))
     assert "unchanged" not in convert_checkpoint(model_dir("llama"), target, force=True)
     (target / "tokenizer.json").unlink()
     with pytest.raises(SettingsError, match="already exists"):
@@ -92,20 +95,22 @@ def test_the_same_conversion_again_does_nothing(tmp_path: Path, model_dir: Model
 
 
 def test_unknown_conversions_name_the_known(tmp_path: Path, model_dir: ModelDir):
-    with pytest.raises(SettingsError, match=r"--to megatron: not a known value\. Known values: hf, torch_dist"):
-        convert_checkpoint(model_dir("llama"), tmp_path / "out", to="megatron")
+    with pytest.raises(
+        SettingsError, match=r"--to megatron: not a layout that can be written\. Choose hf or torch_dist"
+    ):
+        convert_checkpoint(model_dir("llama"), tmp_path / "out", ConvertOptions(to="megatron"))
     with pytest.raises(SettingsError, match="--dtype int8: not a known value"):
-        convert_checkpoint(model_dir("llama"), tmp_path / "out", dtype="int8")
+        convert_checkpoint(model_dir("llama"), tmp_path / "out", ConvertOptions(dtype="int8"))
     with pytest.raises(
         SettingsError, match=r"--quantize fp4: not a known value\. Known values: fp8, fp8_tensor, fp8_channel, int4"
     ):
-        convert_checkpoint(model_dir("llama"), tmp_path / "out", quantize="fp4")
+        convert_checkpoint(model_dir("llama"), tmp_path / "out", ConvertOptions(quantize="fp4"))
     with pytest.raises(SettingsError, match="--quantize fp8: Megatron does not train on quantized weights"):
-        convert_checkpoint(model_dir("llama"), tmp_path / "out", to="torch_dist", quantize="fp8")
+        convert_checkpoint(model_dir("llama"), tmp_path / "out", ConvertOptions(to="torch_dist", quantize="fp8"))
     with pytest.raises(SettingsError, match="--group 12: must be a multiple of 8"):
-        convert_checkpoint(model_dir("llama"), tmp_path / "out", quantize="int4", group=12)
+        convert_checkpoint(model_dir("llama"), tmp_path / "out", ConvertOptions(quantize="int4", group=12))
     with pytest.raises(SettingsError, match="--block 0 128: rows and columns must be at least 1"):
-        convert_checkpoint(model_dir("llama"), tmp_path / "out", quantize="fp8", block=(0, 128))
+        convert_checkpoint(model_dir("llama"), tmp_path / "out", ConvertOptions(quantize="fp8", block=(0, 128)))
     assert not (tmp_path / "out").exists()
 
 
@@ -126,15 +131,13 @@ class Held:
 
 def test_interrupted_conversion_leaves_nothing_under_the_name_and_goes_on(tmp_path: Path):
     progress = Counted()
-    parts = {
-        "write": partial(write_hf, max_shard_bytes=8), "companions": no_companions, "progress": progress,
-        "resume": "this work",
-    }  # fmt: skip
+    output = Output(partial(write_hf, max_shard_bytes=8), no_companions)
+    options = {"progress": progress, "resume": "this work"}
     tensors = {name: torch.tensor([float(i), 1.0]) for i, name in enumerate("abc")}
     with pytest.raises(KeyboardInterrupt):
-        convert(Held("c", **tensors), tmp_path / "out", **parts)
+        convert(Held("c", **tensors), tmp_path / "out", output, **options)
     assert not (tmp_path / "out").exists()
-    convert(Held(**tensors), tmp_path / "out", reread=HFWeights, **parts)
+    convert(Held(**tensors), tmp_path / "out", replace(output, reread=HFWeights), **options)
     assert progress.counts == [1, 2, 1, 3, 0, 1, 2]  # two of three; the third, so all are written; read back
     assert {name: tensor.tolist() for name, tensor in HFCheckpoint().read(tmp_path / "out")} == {
         "a": [0.0, 1.0], "b": [1.0, 1.0], "c": [2.0, 1.0],
@@ -146,11 +149,11 @@ def test_interrupted_conversion_leaves_nothing_under_the_name_and_goes_on(tmp_pa
 
 
 def test_another_conversion_does_not_go_on_with_what_one_left(tmp_path: Path):
-    parts = {"write": partial(write_hf, max_shard_bytes=8), "companions": no_companions}
+    output = Output(partial(write_hf, max_shard_bytes=8), no_companions)
     with pytest.raises(KeyboardInterrupt):
-        convert(Held("b", a=torch.zeros(2), b=torch.zeros(2)), tmp_path / "out", resume="one", **parts)
+        convert(Held("b", a=torch.zeros(2), b=torch.zeros(2)), tmp_path / "out", output, resume="one")
     other = Held(a=torch.ones(2), b=torch.ones(2))
-    convert(other, tmp_path / "out", resume="another", reread=HFWeights, **parts)
+    convert(other, tmp_path / "out", replace(output, reread=HFWeights), resume="another")
     assert {name: tensor.tolist() for name, tensor in HFCheckpoint().read(tmp_path / "out")} == {
         "a": [1.0, 1.0], "b": [1.0, 1.0],
     }  # fmt: skip
@@ -163,6 +166,7 @@ def test_killed_conversion_is_taken_up_where_it_was(tmp_path: Path, model_dir: M
         "import os, signal, sys, time; from pathlib import Path\n"
         "from slimectl.conversions import convert_checkpoint\n"
         "from slimectl.protocols import NoProgress\n"
+        "from slimectl.stages.convert import ConvertOptions\n"
         "target = Path(sys.argv[2])\n"
         "staged = target.with_name('.tmp-out')\n"
         "class Killer(NoProgress):\n"
@@ -170,7 +174,8 @@ def test_killed_conversion_is_taken_up_where_it_was(tmp_path: Path, model_dir: M
         "        while done == 18:\n"
         "            if len(list(staged.glob('model*'))) >= 3: os.kill(os.getpid(), signal.SIGKILL)\n"
         "            time.sleep(0.01)\n"
-        "convert_checkpoint(sys.argv[1], target, max_shard_bytes=60_000, verify=False, progress=Killer())\n"
+        "options = ConvertOptions(max_shard_bytes=60_000, verify=False)\n"
+        "convert_checkpoint(sys.argv[1], target, options, progress=Killer())\n"
     )
     source, target = model_dir("qwen3"), tmp_path / "out"
     child = forkserver.run_python(program, [str(source), str(target)], cwd=tmp_path)
@@ -179,7 +184,9 @@ def test_killed_conversion_is_taken_up_where_it_was(tmp_path: Path, model_dir: M
     assert 3 <= len(kept) < 9
     assert not target.exists()
     progress = Counted()
-    summary = convert_checkpoint(source, target, max_shard_bytes=60_000, verify=False, progress=progress)
+    summary = convert_checkpoint(
+        source, target, ConvertOptions(max_shard_bytes=60_000, verify=False), progress=progress
+    )
     assert len(progress.counts) <= summary["tensors"]  # the last count is that of the phase's end
     assert progress.counts[-1] == summary["tensors"]
     assert all((target / name).stat().st_ino == inode for name, inode in kept.items())
@@ -191,14 +198,14 @@ def test_killed_conversion_is_taken_up_where_it_was(tmp_path: Path, model_dir: M
 
 def test_verifying_finds_one_wrong_bit_and_a_lost_tensor(tmp_path: Path):
     source = Held(a=torch.tensor([1.0, 2.0]), b=torch.tensor(3))
-    parts = {"write": write_hf, "companions": no_companions}
     flipped = Held(a=torch.tensor([1.0, 2.0000002]), b=torch.tensor(3))
     with pytest.raises(CheckpointError, match=r"verifying: a, torch.float32 \(2,\), differs from what was read"):
-        convert(source, tmp_path / "out", reread=lambda path: flipped, **parts)
+        convert(source, tmp_path / "out", Output(write_hf, no_companions, lambda path: flipped))
+    lost = Held(a=torch.tensor([1.0, 2.0]))
     with pytest.raises(CheckpointError, match="verifying: b and 0 others are not in both"):
-        convert(source, tmp_path / "out", reread=lambda path: Held(a=torch.tensor([1.0, 2.0])), **parts)
+        convert(source, tmp_path / "out", Output(write_hf, no_companions, lambda path: lost))
     assert not list(tmp_path.iterdir())
-    assert convert(source, tmp_path / "out", reread=HFWeights, **parts)["tensors"] == 2
+    assert convert(source, tmp_path / "out", Output(write_hf, no_companions, HFWeights))["tensors"] == 2
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 from slimectl.checkpoints.gguf import GGUFFile
 from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError
+from slimectl.stages.convert import ConvertOptions
 
 gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'slimectl[gguf]'")
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -93,7 +94,7 @@ def test_small_file_converts_in_any_precision(tmp_path: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = small_gguf(tmp_path / "small.gguf")
-    summary = convert_checkpoint(source, tmp_path / "out", dtype="bfloat16")
+    summary = convert_checkpoint(source, tmp_path / "out", ConvertOptions(dtype="bfloat16"))
     assert (summary["tensors"], summary["dtype"]) == (11, "bfloat16")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.bfloat16

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slimectl.checkpoints.hf_weights import HFWeights
 from slimectl.conversions import convert_checkpoint
+from slimectl.stages.convert import ConvertOptions
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for parameter in model.parameters():
             parameter.data = torch.randn_like(parameter)
         model.save_pretrained(made / name / "hf")
-        convert_checkpoint(made / name / "hf", made / name / "given", to="torch_dist", logits=0)
+        convert_checkpoint(made / name / "hf", made / name / "given", ConvertOptions(to="torch_dist", logits=0))
     code = "import mcore_ranks, sys; mcore_ranks.start(*sys.argv[1:])"
     command = [sys.executable, "-c", code, str(made), str(RANKS), json.dumps(MCORE)]
     ranks = subprocess.run(command, cwd=Path(__file__).parent, stderr=subprocess.PIPE, text=True, timeout=300)

@@ -14,6 +14,7 @@ from vision_models import vision_model
 from slimectl.checkpoints.quantization import Fp8Blocks, Int4Groups
 from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError
+from slimectl.stages.convert import ConvertOptions
 
 ModelDir = Callable[[str], Path]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -77,7 +78,7 @@ def test_checkpoints_are_quantized_and_made_whole_again(
     options: dict, parts: tuple[str, ...], tmp_path: Path, model_dir: ModelDir
 ):
     source, small = model_dir("qwen3"), tmp_path / "small"
-    summary = convert_checkpoint(source, small, **options)
+    summary = convert_checkpoint(source, small, ConvertOptions(**options))
     before, stored = load_file(source / "model.safetensors"), load_file(small / "model.safetensors")
     assert summary["parameters"] == sum(tensor.numel() for tensor in before.values())
     linear = {name for name in before if any(f".{part}." in name for part in PROJECTIONS)}
@@ -87,15 +88,15 @@ def test_checkpoints_are_quantized_and_made_whole_again(
     config = json.loads((small / "config.json").read_text())["quantization_config"]
     assert (config.get("modules_to_not_convert") or config["ignore"]) == ["lm_head"]
 
-    convert_checkpoint(small, tmp_path / "whole", dtype="float32", logits=0)
+    convert_checkpoint(small, tmp_path / "whole", ConvertOptions(dtype="float32", logits=0))
     whole = load_file(tmp_path / "whole" / "model.safetensors")
     assert "quantization_config" not in json.loads((tmp_path / "whole" / "config.json").read_text())
     assert whole.keys() == before.keys()
     for name in linear:
         # Within half a step of the largest of a block or group: 448 / 16 / 2 for fp8, half of 1 / 7.5 for int4.
         assert (whole[name] - before[name]).abs().max() <= before[name].abs().max() / 15 * 1.01
-    convert_checkpoint(small, tmp_path / "torch_dist", to="torch_dist", logits=0)
-    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", dtype="float32", logits=0)
+    convert_checkpoint(small, tmp_path / "torch_dist", ConvertOptions(to="torch_dist", logits=0))
+    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", ConvertOptions(dtype="float32", logits=0))
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert all(torch.equal(back[name], whole[name].bfloat16().float()) for name in linear)
 
@@ -103,7 +104,7 @@ def test_checkpoints_are_quantized_and_made_whole_again(
 @pytest.mark.parametrize("quantize", ["fp8", "fp8_tensor", "fp8_channel", "int4"])
 def test_a_tied_head_is_named_among_the_layers_that_are_whole(quantize: str, tmp_path: Path, model_dir: ModelDir):
     """llm-compressor writes `ignore: ["lm_head"]` too: else transformers builds a quantized layer for the head."""
-    convert_checkpoint(model_dir("llama"), tmp_path / "small", quantize=quantize, group=32, logits=0)
+    convert_checkpoint(model_dir("llama"), tmp_path / "small", ConvertOptions(quantize=quantize, group=32, logits=0))
     assert "lm_head.weight" not in load_file(tmp_path / "small" / "model.safetensors")
     config = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
     key = {"fp8": "modules_to_not_convert", "fp8_tensor": "ignored_layers"}.get(quantize, "ignore")
@@ -112,7 +113,7 @@ def test_a_tied_head_is_named_among_the_layers_that_are_whole(quantize: str, tmp
 
 def test_a_vision_tower_stays_in_full_precision(tmp_path: Path):
     source, small = vision_model(tmp_path / "hf", "qwen3_vl"), tmp_path / "small"
-    convert_checkpoint(source, small, quantize="fp8", block=(8, 8), logits=0)
+    convert_checkpoint(source, small, ConvertOptions(quantize="fp8", block=(8, 8), logits=0))
     before, stored = (load_file(folder / "model.safetensors") for folder in (source, small))
     tower = [name for name in before if ".visual." in name]
     assert tower
@@ -124,8 +125,8 @@ def test_a_vision_tower_stays_in_full_precision(tmp_path: Path):
 
 
 def test_quantized_model_stays_as_it_is_unless_told_otherwise(tmp_path: Path, model_dir: ModelDir):
-    convert_checkpoint(model_dir("qwen3"), tmp_path / "small", quantize="fp8", block=(32, 32), logits=0)
-    summary = convert_checkpoint(tmp_path / "small", tmp_path / "again", max_shard_bytes=50_000)
+    convert_checkpoint(model_dir("qwen3"), tmp_path / "small", ConvertOptions(quantize="fp8", block=(32, 32), logits=0))
+    summary = convert_checkpoint(tmp_path / "small", tmp_path / "again", ConvertOptions(max_shard_bytes=50_000))
     assert summary["logits_max_difference"] == 0
     before = load_file(tmp_path / "small" / "model.safetensors")
     after = {k: v for file in (tmp_path / "again").glob("*.safetensors") for k, v in load_file(file).items()}
@@ -136,8 +137,8 @@ def test_quantized_model_stays_as_it_is_unless_told_otherwise(tmp_path: Path, mo
 
 def test_what_cannot_be_grouped_or_read_is_refused(tmp_path: Path, model_dir: ModelDir):
     with pytest.raises(CheckpointError, match=r"_proj.weight: 64 columns cannot be split into groups of 128"):
-        convert_checkpoint(model_dir("qwen3"), tmp_path / "out", quantize="int4")
-    convert_checkpoint(model_dir("qwen3"), tmp_path / "small", quantize="fp8", block=(32, 32), logits=0)
+        convert_checkpoint(model_dir("qwen3"), tmp_path / "out", ConvertOptions(quantize="int4"))
+    convert_checkpoint(model_dir("qwen3"), tmp_path / "small", ConvertOptions(quantize="fp8", block=(32, 32), logits=0))
     file = tmp_path / "small" / "config.json"
     (tmp_path / "small" / "manifest.json").unlink()  # it would refuse the changes
     config = json.loads(file.read_text())
@@ -147,5 +148,5 @@ def test_what_cannot_be_grouped_or_read_is_refused(tmp_path: Path, model_dir: Mo
     ):
         file.write_text(json.dumps({**config, "quantization_config": method}))
         with pytest.raises(CheckpointError, match=match):
-            convert_checkpoint(tmp_path / "small", tmp_path / "out", dtype="bfloat16")
+            convert_checkpoint(tmp_path / "small", tmp_path / "out", ConvertOptions(dtype="bfloat16"))
     assert not (tmp_path / "out").exists()

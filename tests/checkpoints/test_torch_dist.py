@@ -23,6 +23,7 @@ from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.checkpoints.torch_dist.reader import TorchDistReader
 from slimectl.checkpoints.torch_dist.writer import Chunk, write_torch_dist
 from slimectl.conversions import convert_checkpoint
+from slimectl.stages.convert import ConvertOptions
 
 ModelDir = Callable[[str], Path]
 
@@ -49,9 +50,9 @@ def model(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_back_is_byte_identical(name: str, tmp_path: Path):
     source = model(name, tmp_path / "hf")
-    convert_checkpoint(source, tmp_path / "torch_dist", to="torch_dist", logits=0)
+    convert_checkpoint(source, tmp_path / "torch_dist", ConvertOptions(to="torch_dist", logits=0))
     assert is_torch_dist(tmp_path / "torch_dist")
-    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", max_shard_bytes=20_000, logits=0)
+    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", ConvertOptions(max_shard_bytes=20_000, logits=0))
     same(tensors(tmp_path / "back"), tensors(source))
     assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
@@ -63,7 +64,7 @@ def test_back_is_byte_identical(name: str, tmp_path: Path):
 @pytest.mark.parametrize("name", ["qwen3 tied", "qwen3_moe", "deepseek_v3"])
 def test_megatrons_model_computes_the_same_logits_from_it(name: str, tmp_path: Path):
     pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'slimectl[megatron]'")
-    summary = convert_checkpoint(model(name, tmp_path / "hf"), tmp_path / "torch_dist", to="torch_dist")
+    summary = convert_checkpoint(model(name, tmp_path / "hf"), tmp_path / "torch_dist", ConvertOptions(to="torch_dist"))
     assert summary["verified"]
     assert summary["logits_max_difference"] < 1e-5
 
@@ -75,9 +76,9 @@ def test_a_vision_model_goes_there_and_back_with_its_tower_and_its_processor(fam
     other = ("video_preprocessor_config.json", "processor_config.json", "chat_template.json")
     for name in other:
         (source / name).write_text("{}")
-    summary = convert_checkpoint(source, tmp_path / "torch_dist", to="torch_dist")
+    summary = convert_checkpoint(source, tmp_path / "torch_dist", ConvertOptions(to="torch_dist"))
     assert summary["logits_max_difference"] < 1e-5  # of the decoder, without images
-    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", logits=0)
+    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", ConvertOptions(logits=0))
     same(tensors(tmp_path / "back"), tensors(source))
     for name in ("config.json", "preprocessor_config.json", *other):
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
@@ -93,10 +94,10 @@ def test_experts_in_one_tensor_are_taken_apart(tmp_path: Path):
         together[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in experts])
         together[f"{prefix}.down_proj"] = torch.stack([down for _, _, down in experts])
     save_file(together, source / "model.safetensors")
-    convert_checkpoint(source, tmp_path / "torch_dist", to="torch_dist", logits=0)
-    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", logits=0)
+    convert_checkpoint(source, tmp_path / "torch_dist", ConvertOptions(to="torch_dist", logits=0))
+    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", ConvertOptions(logits=0))
     same(tensors(tmp_path / "back"), before)
-    convert_checkpoint(source, tmp_path / "cast", dtype="bfloat16", logits=0)
+    convert_checkpoint(source, tmp_path / "cast", ConvertOptions(dtype="bfloat16", logits=0))
     same(tensors(tmp_path / "cast"), {name: tensor.bfloat16() for name, tensor in together.items()})
 
 
@@ -104,10 +105,10 @@ def test_parts_that_training_does_not_use_are_carried_along(tmp_path: Path):
     source = model("mimo", tmp_path / "hf")
     mtp = {"model.mtp_layers.0.input_proj.weight": torch.randn(32, 64, dtype=torch.float16)}
     save_file(tensors(source) | mtp, source / "model.safetensors")
-    convert_checkpoint(source, tmp_path / "torch_dist", to="torch_dist", logits=0)
+    convert_checkpoint(source, tmp_path / "torch_dist", ConvertOptions(to="torch_dist", logits=0))
     stored = TorchDistReader(tmp_path / "torch_dist").tensors
     assert stored["carried.model.mtp_layers.0.input_proj.weight"] == ((32, 64), torch.float16)
-    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", logits=0)
+    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", ConvertOptions(logits=0))
     same(tensors(tmp_path / "back"), tensors(source))
 
 
@@ -115,13 +116,15 @@ def test_head_beside_a_tied_embedding_is_dropped(tmp_path: Path):
     source = model("qwen3 tied", tmp_path / "hf")
     before = tensors(source)
     save_file({**before, "lm_head.weight": before["model.embed_tokens.weight"].clone()}, source / "model.safetensors")
-    convert_checkpoint(source, tmp_path / "torch_dist", to="torch_dist", logits=0)
-    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", logits=0)
+    convert_checkpoint(source, tmp_path / "torch_dist", ConvertOptions(to="torch_dist", logits=0))
+    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", ConvertOptions(logits=0))
     same(tensors(tmp_path / "back"), before)
 
 
 def test_layers_are_stacked_a_chunk_each_and_files_are_bounded(tmp_path: Path, model_dir: ModelDir):
-    convert_checkpoint(model_dir("qwen3"), tmp_path / "torch_dist", to="torch_dist", max_shard_bytes=100_000, logits=0)
+    convert_checkpoint(
+        model_dir("qwen3"), tmp_path / "torch_dist", ConvertOptions(to="torch_dist", max_shard_bytes=100_000, logits=0)
+    )
     reader = TorchDistReader(tmp_path / "torch_dist")
     assert reader.tensors["decoder.layers.mlp.linear_fc1.weight"] == ((2, 256, 64), torch.float32)
     before = tensors(model_dir("qwen3"))
@@ -178,8 +181,8 @@ def test_archive_with_checksums_or_at_an_odd_place_is_read_too(tmp_path: Path):
 
 def test_cast_keeps_what_routers_need_exact(tmp_path: Path):
     source = model("deepseek_v3", tmp_path / "hf")
-    convert_checkpoint(source, tmp_path / "torch_dist", to="torch_dist", dtype="bfloat16", logits=0)
-    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", logits=0)
+    convert_checkpoint(source, tmp_path / "torch_dist", ConvertOptions(to="torch_dist", dtype="bfloat16", logits=0))
+    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "back", ConvertOptions(logits=0))
     before = tensors(source)
     for name, tensor in tensors(tmp_path / "back").items():
         kept = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
@@ -190,7 +193,7 @@ def test_cast_keeps_what_routers_need_exact(tmp_path: Path):
 
 def test_training_checkpoint_converts_whatever_it_holds_besides(tmp_path: Path, model_dir: ModelDir):
     """Optimizer state beside the model, a framework's prefix, Megatron's tracker file, a folder an iteration."""
-    convert_checkpoint(model_dir("qwen3"), tmp_path / "plain", to="torch_dist", logits=0)
+    convert_checkpoint(model_dir("qwen3"), tmp_path / "plain", ConvertOptions(to="torch_dist", logits=0))
     reader = TorchDistReader(tmp_path / "plain")
     kept = {f"module.{key}": key for key in reader.tensors} | {
         f"optimizer.state.exp_avg.{key}": key for key in reader.tensors
@@ -204,7 +207,7 @@ def test_training_checkpoint_converts_whatever_it_holds_besides(tmp_path: Path, 
     iteration.mkdir(parents=True)
     write_torch_dist(iteration, [chunk(*pair) for pair in kept.items()], max_file_bytes=10**6)
     (tmp_path / "training" / "latest_checkpointed_iteration.txt").write_text("12\n")
-    convert_checkpoint(tmp_path / "training", tmp_path / "back", config=model_dir("qwen3"), logits=0)
+    convert_checkpoint(tmp_path / "training", tmp_path / "back", ConvertOptions(config=model_dir("qwen3"), logits=0))
     same(tensors(tmp_path / "back"), tensors(model_dir("qwen3")))
     assert (tmp_path / "back" / "tokenizer.json").exists()
 
@@ -212,10 +215,12 @@ def test_training_checkpoint_converts_whatever_it_holds_besides(tmp_path: Path, 
 def test_a_step_of_a_run_stands_for_its_policy(tmp_path: Path, model_dir: ModelDir):
     copytree(model_dir("llama"), tmp_path / "step_000004" / "policy")
     (tmp_path / "step_000004" / "manifest.json").write_text('{"files": {}}')
-    convert_checkpoint(tmp_path / "step_000004", tmp_path / "out", to="torch_dist", logits=0)
-    convert_checkpoint(tmp_path / "out", tmp_path / "back", logits=0)
+    convert_checkpoint(tmp_path / "step_000004", tmp_path / "out", ConvertOptions(to="torch_dist", logits=0))
+    convert_checkpoint(tmp_path / "out", tmp_path / "back", ConvertOptions(logits=0))
     same(tensors(tmp_path / "back"), tensors(model_dir("llama")))
     inputs = json.loads((tmp_path / "out" / "manifest.json").read_text())["inputs"]
     (tmp_path / "step_000004" / "manifest.json").write_text('{"files": {"another": "step"}}')
-    convert_checkpoint(tmp_path / "step_000004", tmp_path / "out", to="torch_dist", logits=0, force=True)
+    convert_checkpoint(
+        tmp_path / "step_000004", tmp_path / "out", ConvertOptions(to="torch_dist", logits=0), force=True
+    )
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["inputs"] != inputs

@@ -18,7 +18,7 @@ def model_dir(model_dir: Callable[[str], Path]) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def served(model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """`slimectl serve` of the small model, waiting for weights."""
-    server = serving.serve(model_dir(), tmp_path_factory.mktemp("logs"), wait_for_weights=True)
+    server = serving.serve(model_dir(), tmp_path_factory.mktemp("logs"))
     yield server.start()
     server.stop()
 
@@ -34,7 +34,7 @@ def sglang(model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="session")
 def vllm(model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The real vLLM with the small model."""
-    server = serving.vllm(model_dir(), tmp_path_factory.mktemp("logs"), keep_weights=True)
+    server = serving.vllm(model_dir(), tmp_path_factory.mktemp("logs"))
     url = server.start()
     serving.vllm_urls.add(url)
     yield url

@@ -437,7 +437,7 @@ def test_a_killed_server_gets_base_and_adapter_when_it_is_back(model_dir: ModelD
     policy = adapted(model_dir())
     for number in range(2):
         trained(policy)
-        process = serving.serve(model_dir(), tmp_path, wait_for_weights=True, name=f"serve-{number}")
+        process = serving.serve(model_dir(), tmp_path, name=f"serve-{number}")
         url, pid = process.start(), process.pid()
         workers = serving.workers([url], timeout_s=60)
         assert pid is not None
@@ -461,7 +461,7 @@ class Spare:
 
 @pytest.fixture(scope="module")
 def spare(model_dir: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spare]:
-    process = serving.serve(model_dir(), tmp_path_factory.mktemp("logs"), wait_for_weights=True)
+    process = serving.serve(model_dir(), tmp_path_factory.mktemp("logs"))
     yield Spare(process)
     process.stop()
 

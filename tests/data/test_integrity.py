@@ -18,6 +18,7 @@ from slimectl.data import manifest as integrity
 from slimectl.data.manifest import check_integrity, integrity_error
 from slimectl.data.run_dir import write_folder
 from slimectl.errors import CheckpointError
+from slimectl.stages.convert import ConvertOptions
 
 ModelDir = Callable[[str], Path]
 
@@ -31,7 +32,7 @@ def flip(file: Path, at: int = -1) -> None:
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory, model_dir: ModelDir) -> Path:
     folder = tmp_path_factory.mktemp("converted") / "model"
-    convert_checkpoint(model_dir("llama"), folder, logits=0)
+    convert_checkpoint(model_dir("llama"), folder, ConvertOptions(logits=0))
     return folder
 
 
@@ -138,10 +139,10 @@ def test_a_large_file_of_a_folder_has_the_fast_checksum(tmp_path: Path, monkeypa
 
 
 def test_a_conversion_says_that_its_source_matched_only_where_there_was_a_manifest(model: Path, tmp_path: Path):
-    summary = convert_checkpoint(model, tmp_path / "one", logits=0)
+    summary = convert_checkpoint(model, tmp_path / "one", ConvertOptions(logits=0))
     assert (summary["verified"], summary["source"]) == (True, "as its manifest says")
     (model / "manifest.json").unlink()
-    summary = convert_checkpoint(model, tmp_path / "two", logits=0)
+    summary = convert_checkpoint(model, tmp_path / "two", ConvertOptions(logits=0))
     assert summary["verified"]
     assert "source" not in summary
 

@@ -34,7 +34,7 @@ class Scene:
 
     def __init__(self, folder: Path, logs: Path, **options: Any) -> None:
         self.folder = folder
-        self.servers = [serving.serve(folder, logs / str(i), wait_for_weights=True) for i in range(2)]
+        self.servers = [serving.serve(folder, logs / str(i)) for i in range(2)]
         self.announced: list[list[str]] = []
         self.restored: list[str] = []
         self.engine: HttpEngine = serving.client([], folder)
@@ -157,8 +157,8 @@ def test_when_no_restart_is_left_whoever_waits_hears_of_it(at: Scene):
 
 
 def test_a_fleet_of_which_one_cannot_start_leaves_none_running(tmp_path: Path, model_dir: Callable[[], Path]):
-    good = serving.serve(model_dir(), tmp_path / "good")
-    bad = serving.serve(tmp_path / "no such model", tmp_path / "bad")
+    good = serving.serve(model_dir(), tmp_path / "good", weight_version="0")
+    bad = serving.serve(tmp_path / "no such model", tmp_path / "bad", weight_version="0")
     with pytest.raises(BackendError, match=r"serve died while starting .*no such model"):
         ServerPool([good, bad].__getitem__, 2).start()
     assert not good.alive()

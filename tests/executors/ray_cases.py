@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slimectl.engines.supervisor.server_process import ServerProcess
+from slimectl.engines.supervisor.server_process import ServerOptions, ServerProcess, ServerProgram
 from slimectl.executors.ray.cluster import ActorLocation
 
 
@@ -74,7 +74,7 @@ def _http_command(host: str, port: int) -> list[str]:
 
 def http_server(log: Path) -> ServerProcess:
     """The process of a small server, which writes its further arguments to the log."""
-    return ServerProcess(_http_command, name=log.stem, log=log)
+    return ServerProcess(log.stem, ServerProgram(_http_command), ServerOptions(log))
 
 
 class Diary:

@@ -169,7 +169,8 @@ def served(place: Workplace, settings: Settings) -> Lines:
         return lines  # their programs are installed in few places
     for spec in specs:
         process = servers._server(settings, spec, log=place.folder / "log", waiting=True)
-        lines += [*process._command("127.0.0.1", 1), repr(sorted(process._env)), repr(process._start_timeout_s)]
+        program, options = process.program, process.options
+        lines += [*program.command("127.0.0.1", 1), repr(sorted(program.env)), repr(options.start_timeout_s)]
     pool = servers.new_pool(settings, place.model, executor=LocalExecutor(), folder=place.folder, waiting=True)
     return [*lines, *(f"{name} = {value}" for name, value in vars(pool).items() if isinstance(value, int | float))]
 
@@ -182,7 +183,7 @@ def installed(place: Workplace, settings: Settings) -> Lines:
     backend: Any = engine_backend(settings)
     spec = backend.specs(settings, place.model)[0]
     server: ServerProcess = backend.server(settings, spec, log=place.folder / "log", waiting=True)
-    return list(server._command("127.0.0.1", 1))
+    return list(server.program.command("127.0.0.1", 1))
 
 
 def asked(place: Workplace, settings: Settings) -> Lines:

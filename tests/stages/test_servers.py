@@ -75,7 +75,7 @@ def test_local_equals_ray_to_the_last_digit(
 def pair(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str], Path]) -> Iterator[list[str]]:
     """Two running servers, which take the weights of one run after the other."""
     logs = tmp_path_factory.mktemp("pair")
-    servers = [serving.serve(model_dir("llama"), logs / str(i), wait_for_weights=True) for i in range(2)]
+    servers = [serving.serve(model_dir("llama"), logs / str(i)) for i in range(2)]
     fleet = ServerPool(servers.__getitem__, 2, watch=False)
     fleet.start()
     yield fleet.urls

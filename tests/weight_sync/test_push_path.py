@@ -90,7 +90,7 @@ def adapted(folder: Path) -> FsdpPolicy:
 
 @pytest.fixture(scope="module")
 def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = serving.serve(folder, tmp_path_factory.mktemp("logs"), wait_for_weights=True)
+    server = serving.serve(folder, tmp_path_factory.mktemp("logs"))
     yield server.start()
     server.stop()
 

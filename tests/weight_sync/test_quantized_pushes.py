@@ -23,6 +23,7 @@ from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
+from slimectl.stages.convert import ConvertOptions
 from slimectl.weight_sync.base import cast
 
 ModelDir = Callable[..., Path]
@@ -70,7 +71,9 @@ def test_untrained_weights_arrive_as_the_checkpoint_that_servers_began_with(
     model_dir: ModelDir, tmp_path: Path, quantize: str
 ):
     source, served = model_dir("qwen3_moe"), tmp_path / "served"
-    convert_checkpoint(source, served, dtype="bfloat16", quantize=quantize, logits=0, **SCHEMES[quantize])
+    convert_checkpoint(
+        source, served, ConvertOptions(dtype="bfloat16", quantize=quantize, logits=0, **SCHEMES[quantize])
+    )
     original = load_file(served / "model.safetensors")
     assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in original.values()) == 8 + 3 + 15
     readers = Readers()
@@ -152,9 +155,9 @@ def test_checkpoints_of_other_models_are_refused_by_the_name_of_a_tensor():
 def test_engines_that_hold_no_fp8_are_refused_before_anything_starts(model_dir: ModelDir, tmp_path: Path):
     with pytest.raises(SettingsError, match=r"engine\.load has no effect with an embedded engine"):
         settings("engine.load=fp8")
-    convert_checkpoint(model_dir("qwen3"), tmp_path / "int4", quantize="int4", group=32, logits=0)
+    convert_checkpoint(model_dir("qwen3"), tmp_path / "int4", ConvertOptions(quantize="int4", group=32, logits=0))
     with pytest.raises(CheckpointError, match="is in int4, which weight updates do not support"):
         builders.check_engine(settings("engine.backend=vllm", f"engine.load={tmp_path / 'int4'}"))
-    convert_checkpoint(model_dir("qwen3"), tmp_path / "fp8", quantize="fp8_tensor", logits=0)
+    convert_checkpoint(model_dir("qwen3"), tmp_path / "fp8", ConvertOptions(quantize="fp8_tensor", logits=0))
     with pytest.raises(SettingsError, match=r"engine\.dtype: float32, but fp8 servers compute in bfloat16"):
         builders.check_engine(settings("engine.backend=vllm", f"engine.load={tmp_path / 'fp8'}"))

@@ -38,15 +38,15 @@ def bootstrap_port(port: int) -> int:
     return port + 1
 
 
-def role_flags(role: str | None, args: Mapping[str, Any], *, device: str) -> list[str]:
-    """Return the flags of a server that only prefills or only decodes, or none if `role` is None."""
-    if role is None:
+def role_flags(role: str, args: Mapping[str, Any], *, device: str) -> list[str]:
+    """Return the flags of a server that only prefills or only decodes, or none for a regular one."""
+    if role == "regular":
         return []
     backend = [f"--{BACKEND.replace('_', '-')}={ON_CPU}"] if device == "cpu" and BACKEND not in args else []
     return [f"--disaggregation-mode={role}", *backend]
 
 
-def bootstrap_flags(role: str | None, port: int) -> list[str]:
+def bootstrap_flags(role: str, port: int) -> list[str]:
     """Return the flags of a prefill server that listens on `port`."""
     return [f"--disaggregation-bootstrap-port={bootstrap_port(port)}"] if role == "prefill" else []
 

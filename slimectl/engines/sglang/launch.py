@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from slimectl.engines.api_keys import NO_KEYS, ServerKeys
-from slimectl.engines.http.request import NO_WEIGHTS
 from slimectl.engines.sglang.disaggregation import bootstrap_flags, role_flags
 from slimectl.engines.sglang.router import Router
+from slimectl.engines.sglang.topology import ServerSpec
 from slimectl.engines.supervisor.installed import InstalledServer, installed_version, language_config
 from slimectl.engines.supervisor.node_group import interface_variables
-from slimectl.engines.supervisor.server_process import ServerProcess
+from slimectl.engines.supervisor.server_process import ServerOptions, ServerProcess, ServerProgram
 from slimectl.errors import BackendError
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
@@ -83,58 +81,38 @@ ON_CPU = {
 """Flags by the field that they set. A field in `args` replaces its flag."""
 
 
-def sglang_server(
-    model: Path,
-    *,
-    log: Path,
-    python: str | None = None,
-    tensor_parallel: int = 1,
-    args: Mapping[str, Any] | None = None,
-    dtype: str = "float32",
-    device: str = "cpu",
-    max_context: int | None = None,
-    weight_version: str = NO_WEIGHTS,
-    role: str | None = None,
-    nodes: int = 1,
-    node: int = 0,
-    name: str = "sglang",
-    env: Mapping[str, str] | None = None,
-    host: str | None = "127.0.0.1",
-    start_timeout_s: float = 600.0,
-    keys: ServerKeys = NO_KEYS,
-) -> ServerProcess:
-    """Build the process of an SGLang server for the model in a folder.
+def sglang_server(spec: ServerSpec, options: ServerOptions, *, python: str | None = None) -> ServerProcess:
+    """Build the process of an SGLang server.
 
-    `weight_version` is the version of the weights in that folder. Keep its default if other weights are pushed before
-    sampling starts. `role` is prefill or decode (disaggregation). If the server spans several machines, this is the
-    process of machine `node`, which gets their meeting address when it starts (supervisor.node_group). Raises
-    BackendError if `python` has no SGLang, and SettingsError for `args` that it rejects. Keys and other secrets in
-    `args` are passed through the environment.
+    If the server spans several machines, this is the process of machine `spec.node`, which gets their meeting address
+    when it starts (supervisor.node_group). Raises BackendError if `python` has no SGLang, and SettingsError for
+    `spec.args` that it rejects. Secrets in them are passed through the environment.
     """
     interpreter_path = SGLANG.interpreter(python)
-    defaults = DEFAULTS | (ON_CPU if device == "cpu" else {})
-    own_flags, hidden = SGLANG.launch_flags(args or {}, interpreter_path, defaults=defaults, keys=keys)
-    context = max_context or language_config(model)["max_position_embeddings"]
+    on_cpu, ranks = options.device == "cpu", spec.tensor_parallel
+    defaults = DEFAULTS | (ON_CPU if on_cpu else {})
+    own_flags, hidden = SGLANG.launch_flags(spec.args, interpreter_path, defaults=defaults, keys=options.keys)
+    context = options.max_context or language_config(spec.model)["max_position_embeddings"]
     arguments = [
-        f"--model-path={model}", f"--tp-size={tensor_parallel}", f"--dtype={dtype}", f"--device={device}",
-        f"--weight-version={weight_version}", "--skip-server-warmup", "--incremental-streaming-output",
+        f"--model-path={spec.model}", f"--tp-size={ranks}", f"--dtype={options.dtype}", f"--device={options.device}",
+        f"--weight-version={options.weight_version}", "--skip-server-warmup", "--incremental-streaming-output",
         f"--context-length={context + SLACK}",
-        *([f"--nnodes={nodes}", f"--node-rank={node}"] if nodes > 1 else []),
-        *role_flags(role, args or {}, device=device),
+        *([f"--nnodes={spec.nodes}", f"--node-rank={spec.node}"] if spec.nodes > 1 else []),
+        *role_flags(spec.role, spec.args, device=options.device),
         *own_flags,
     ]  # fmt: skip
     environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"} | hidden  # for SLACK
-    if device == "cpu":
+    if on_cpu:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        if tensor_parallel > 1:  # else SGLang requires a NUMA node per rank (any cores do without sgl-kernel)
-            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * tensor_parallel)
-    if nodes > 1:
-        environment |= interface_variables(host)
-    return ServerProcess(
-        partial(_server_command, interpreter_path, arguments, role), ports=2 if role == "prefill" else 1,
-        name=name, log=log, env=environment | dict(env or {}), host=host, start_timeout_s=start_timeout_s,
-        leaves=LEAVES, own_tmp=True,  # SGLang leaves sockets there
+        if ranks > 1:  # else SGLang requires a NUMA node per rank (any cores do without sgl-kernel)
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * ranks)
+    if spec.nodes > 1:
+        environment |= interface_variables(options.host)
+    program = ServerProgram(
+        partial(_server_command, interpreter_path, arguments, spec.role), environment,
+        ports=2 if spec.role == "prefill" else 1, leaves=LEAVES, own_tmp=True,  # SGLang leaves sockets there
     )  # fmt: skip
+    return ServerProcess(spec.name, program, options)
 
 
 def router_server(
@@ -159,12 +137,11 @@ def router_server(
         *(["--pd-disaggregation"] if disaggregated else []),
     ]  # fmt: skip
     router = replace(SGLANG, script=BOOTSTRAP / "launch_router.py")
-    return Router(
-        partial(router.command, router_interpreter(python), arguments),
-        name="sglang-router", log=log, start_timeout_s=120.0, ready="/liveness",
-        env=dict.fromkeys(("NO_PROXY", "no_proxy"), EVERY_HOST),  # it connects only to our servers
-    )  # fmt: skip
+    command = partial(router.command, router_interpreter(python), arguments)
+    env = dict.fromkeys(("NO_PROXY", "no_proxy"), EVERY_HOST)  # it connects only to our servers
+    program = ServerProgram(command, env, ready="/liveness")
+    return Router("sglang-router", program, ServerOptions(log, start_timeout_s=120.0))
 
 
-def _server_command(python: str, arguments: Sequence[str], role: str | None, host: str, port: int) -> list[str]:
+def _server_command(python: str, arguments: Sequence[str], role: str, host: str, port: int) -> list[str]:
     return SGLANG.command(python, [*arguments, *bootstrap_flags(role, port)], host, port)

@@ -39,17 +39,6 @@ class ServerSpec:
 
     args: Mapping[str, Any] = field(default_factory=dict)
 
-    def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of launch.sglang_server."""
-        return {
-            "name": self.name,
-            "tensor_parallel": self.tensor_parallel,
-            "role": None if self.role == "regular" else self.role,
-            "nodes": self.nodes,
-            "node": self.node,
-            "args": dict(self.args),
-        }
-
     def router_kind(self) -> dict[str, Any]:
         """Return the options for registration with the router, except for the address."""
         return {} if self.role == "regular" else {"worker_type": self.role}

@@ -12,8 +12,11 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from slimectl.engines.api_keys import NO_KEYS, ServerKeys
+from slimectl.engines.http.request import NO_WEIGHTS
 from slimectl.engines.supervisor.bootstrap.cleanup import OWN_TMP, kill_group, members, segments
 from slimectl.errors import BackendError
 from slimectl.stdio import logger
@@ -76,37 +79,62 @@ FIXED_PORTS = range(20000, 32768)
 POLL_S = 0.25
 
 
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Options of a server of any kind: what it serves, and where it runs."""
+
+    log: Path
+    """File that the server writes to."""
+
+    dtype: str = "float32"
+    device: str = "cpu"
+    max_context: int | None = None
+    """Maximum tokens of prompt and response. None: the model's limit."""
+
+    weight_version: str = NO_WEIGHTS
+    """Version of the weights in the model's folder. NO_WEIGHTS if others are pushed before sampling starts."""
+
+    host: str | None = "127.0.0.1"
+    """Address to listen on. None: this machine's address."""
+
+    start_timeout_s: float = 600.0
+    keys: ServerKeys = NO_KEYS
+    """Keys that requests need. They are passed through the environment."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProgram:
+    """The command of a server, and what a process of this kind needs."""
+
+    command: Command
+    env: Mapping[str, str] = field(default_factory=dict)
+    ready: str = "/health"
+    ports: int = 1
+    """Number of consecutive ports."""
+
+    own_tmp: bool = False
+    """Whether the server gets a temporary folder that is removed with it."""
+
+    leaves: Sequence[str] = ()
+    """Parts of paths of shared memory that the server does not remove."""
+
+    prepare: Callable[[str], None] | None = None
+    """Called with the address of the ready server before `start` returns."""
+
+
 class ServerProcess:
     """A child process that serves HTTP and responds to `GET {ready}` with 200 once it is ready.
 
     It can be pickled until `start`, and its interface consists only of methods, so that an executor can host it. The
-    child has a separate session (the parent handles Ctrl-C) and writes to `log`. It exits when this process dies, which
-    the command implements with SLIMECTL_PARENT. `host` None means this machine's address. `own_tmp` gives the child a
-    temporary folder that is removed with it. `ports` is the number of consecutive ports that it needs. `leaves` are
-    parts of paths of shared memory that the server does not remove. `prepare` is called with the address of the ready
-    server before `start` returns.
+    child has a separate session (the parent handles Ctrl-C). It exits when this process dies, which the command
+    implements with SLIMECTL_PARENT.
     """
 
-    def __init__(
-        self,
-        command: Command,
-        *,
-        name: str,
-        log: Path,
-        env: Mapping[str, str] | None = None,
-        host: str | None = "127.0.0.1",
-        port: int | None = None,
-        ports: int = 1,
-        ready: str = "/health",
-        own_tmp: bool = False,
-        leaves: Sequence[str] = (),
-        prepare: Callable[[str], None] | None = None,
-        start_timeout_s: float = 600.0,
-    ) -> None:
-        self._command, self._name, self._log, self._env = command, name, log, dict(env or {})
-        self._host, self._preferred_port, self._ports, self._ready = host, port, ports, ready
-        self._start_timeout_s, self._own_tmp = start_timeout_s, own_tmp
-        self._leaves, self._prepare = tuple(leaves), prepare
+    def __init__(self, name: str, program: ServerProgram, options: ServerOptions) -> None:
+        self.program, self.options = program, options
+        self._name = name
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: str | None = None
         self._segments: set[Path] = set()
@@ -115,7 +143,7 @@ class ServerProcess:
 
     def meeting_address(self) -> str:
         """Return a free address on this machine where the processes of one server can meet."""
-        host = self._host or own_address()
+        host = self.options.host or own_address()
         return f"[{host}]:{free_port(host)}" if ":" in host else f"{host}:{free_port(host)}"
 
     def start(self, arguments: Sequence[str] = ()) -> str:
@@ -125,14 +153,14 @@ class ServerProcess:
         """
         self.stop()
         self._should_run = True
-        host = self._host or own_address()
+        host = self.options.host or own_address()
         started_at = time.monotonic()
-        for attempt in range(PORTS_TRIED):
-            port = free_port(host, self._preferred_port if attempt == 0 else None, ports=self._ports)
+        for _ in range(PORTS_TRIED):
+            port = free_port(host, ports=self.program.ports)
             process = self._spawn(host, port, arguments)
-            if self._wait_until_ready(process, f"http://{host}:{port}", started_at + self._start_timeout_s):
-                if self._prepare is not None:
-                    self._prepare(f"http://{host}:{port}")
+            if self._wait_until_ready(process, f"http://{host}:{port}", started_at + self.options.start_timeout_s):
+                if self.program.prepare is not None:
+                    self.program.prepare(f"http://{host}:{port}")
                 logger.debug(
                     f"{self._name} answers at http://{host}:{port} after {time.monotonic() - started_at:.1f} s"
                 )
@@ -144,13 +172,13 @@ class ServerProcess:
                 break
         self.stop()
         code = process.returncode
-        late = time.monotonic() - started_at >= self._start_timeout_s
+        late = time.monotonic() - started_at >= self.options.start_timeout_s
         description = (
-            f"did not respond within {self._start_timeout_s:.0f} s"
+            f"did not respond within {self.options.start_timeout_s:.0f} s"
             if late
             else f"died while starting ({_exit_reason(code, message)})"
         )
-        raise BackendError(f"{self._name} {description}: {message}. See its log: {self._log}")
+        raise BackendError(f"{self._name} {description}: {message}. See its log: {self.options.log}")
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -161,7 +189,7 @@ class ServerProcess:
 
     def log_tail(self, lines: int = 20) -> str:
         """Return the last lines that the server wrote since its last start."""
-        return tail(self._log, lines, since=self._log_start)
+        return tail(self.options.log, lines, since=self._log_start)
 
     def death(self) -> str:
         """Return why it died, according to its exit code and log."""
@@ -174,7 +202,7 @@ class ServerProcess:
         self._should_run = self._should_run and again
         process = self._process
         if process is not None:
-            self._segments |= segments(members(process.pid), self._leaves)
+            self._segments |= segments(members(process.pid), self.program.leaves)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             process.wait()
@@ -186,13 +214,14 @@ class ServerProcess:
             self._scratch = None
 
     def _spawn(self, host: str, port: int, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self.options.log.parent.mkdir(parents=True, exist_ok=True)
         bypass_proxies(host)
-        env = os.environ | {"SLIMECTL_PARENT": str(os.getpid()), "SLIMECTL_LEAVES": ":".join(self._leaves)} | self._env
-        if self._own_tmp:
+        env = os.environ | {"SLIMECTL_PARENT": str(os.getpid()), "SLIMECTL_LEAVES": ":".join(self.program.leaves)}
+        env |= {**self.program.env, **self.options.env}
+        if self.program.own_tmp:
             self._scratch = env["TMPDIR"] = str(scratch_folder(OWN_TMP))
-        command = [*self._command(host, port), *arguments]
-        with self._log.open("ab") as log:
+        command = [*self.program.command(host, port), *arguments]
+        with self.options.log.open("ab") as log:
             self._log_start = log.tell()
             try:
                 self._process = subprocess.Popen(
@@ -206,7 +235,9 @@ class ServerProcess:
         """Wait until the server is ready. Return False if it died, was stopped, or timed out."""
         while process.poll() is None and self._should_run and time.monotonic() < deadline:
             ready = self._is_ready(url) and process.poll() is None
-            self._segments |= segments(members(process.pid), self._leaves)  # a dead server's segments cannot be listed
+            self._segments |= segments(
+                members(process.pid), self.program.leaves
+            )  # a dead server's segments cannot be listed
             if ready:
                 return True
             time.sleep(POLL_S)
@@ -214,20 +245,16 @@ class ServerProcess:
 
     def _is_ready(self, url: str) -> bool:
         with contextlib.suppress(BackendError):
-            return run_coroutine(get(url + self._ready, timeout_s=10)).status == 200
+            return run_coroutine(get(url + self.program.ready, timeout_s=10)).status == 200
         return False
 
     def _error_line(self) -> str:
-        return error_line(tail(self._log, 2000, since=self._log_start))
+        return error_line(tail(self.options.log, 2000, since=self._log_start))
 
 
-def free_port(host: str, preferred: int | None = None, *, ports: int = 1) -> int:
-    """Return `preferred` or any other port such that `ports` consecutive ports are free from there on.
-
-    Raises BackendError if the machine has no such address.
-    """
-    candidates = [*([] if preferred is None else [preferred]), *random.SystemRandom().sample(FIXED_PORTS, 16), 0]
-    for port in candidates:
+def free_port(host: str, *, ports: int = 1) -> int:
+    """Return the first of `ports` consecutive free ports. Raises BackendError if the machine has no such address."""
+    for port in [*random.SystemRandom().sample(FIXED_PORTS, 16), 0]:
         first = _bound(host, port)
         if first is not None and all(_bound(host, first + i) is not None for i in range(1, ports)):
             return first

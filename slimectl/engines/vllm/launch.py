@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slimectl.engines.api_keys import NO_KEYS, ServerKeys
-from slimectl.engines.http.request import NO_WEIGHTS
+from slimectl.engines.api_keys import ServerKeys
+from slimectl.engines.sglang.topology import ServerSpec
 from slimectl.engines.supervisor.installed import InstalledServer, language_config
-from slimectl.engines.supervisor.server_process import ServerProcess
+from slimectl.engines.supervisor.server_process import ServerOptions, ServerProcess, ServerProgram
 from slimectl.errors import BackendError, SettingsError
 from slimectl.transport.event_loop import run_coroutine
 from slimectl.transport.http import request
@@ -72,55 +72,37 @@ CPU_ENV = {
 
 
 def vllm_server(
-    model: Path,
-    *,
-    log: Path,
-    python: str | None = None,
-    tensor_parallel: int = 1,
-    args: Mapping[str, Any] | None = None,
-    dtype: str = "float32",
-    device: str = "cpu",
-    max_context: int | None = None,
-    weight_version: str = NO_WEIGHTS,
-    keep_weights: bool = False,
-    name: str = "vllm",
-    env: Mapping[str, str] | None = None,
-    host: str | None = "127.0.0.1",
-    start_timeout_s: float = 600.0,
-    keys: ServerKeys = NO_KEYS,
+    spec: ServerSpec, options: ServerOptions, *, python: str | None = None, keep_weights: bool = False
 ) -> ServerProcess:
-    """Build the process of a vLLM server for the model in a folder.
+    """Build the process of a vLLM server.
 
-    `weight_version` is the version of the weights in that folder. Keep its default if other weights are pushed before
-    sampling starts. With `keep_weights`, checksums cover packed weights on a CPU too. Raises BackendError if `python`
-    has no vLLM, and SettingsError for `args` that it rejects. Keys and other secrets in `args` are passed through the
-    environment.
+    With `keep_weights`, checksums cover packed weights on a CPU too. Raises BackendError if `python` has no vLLM, and
+    SettingsError for `spec.args` that it rejects. Secrets in them are passed through the environment.
     """
     interpreter_path = VLLM.interpreter(python)
-    config = language_config(model)
-    if device == "cpu" and (head_dim := _head_dim(config)) not in HEAD_DIMS_ON_CPU:
+    config, on_cpu = language_config(spec.model), options.device == "cpu"
+    if on_cpu and (head_dim := _head_dim(config)) not in HEAD_DIMS_ON_CPU:
         sizes = ", ".join(map(str, HEAD_DIMS_ON_CPU))
         raise SettingsError(
-            f"{model}: vLLM on a CPU does not support head_dim {head_dim}, only {sizes}. Use another engine.backend."
+            f"{spec.model}: vLLM on a CPU does not support head_dim {head_dim}, only {sizes}. "
+            f"Use another engine.backend."
         )
-    defaults = DEFAULTS | (ON_CPU if device == "cpu" else {})
-    own_flags, hidden = VLLM.launch_flags(args or {}, interpreter_path, defaults=defaults, keys=keys)
+    defaults = DEFAULTS | (ON_CPU if on_cpu else {})
+    own_flags, hidden = VLLM.launch_flags(spec.args, interpreter_path, defaults=defaults, keys=options.keys)
     arguments = [
-        f"--model={model}", f"--tensor-parallel-size={tensor_parallel}", f"--dtype={dtype}",
-        f"--max-model-len={max_context or config['max_position_embeddings']}",
+        f"--model={spec.model}", f"--tensor-parallel-size={spec.tensor_parallel}", f"--dtype={options.dtype}",
+        f"--max-model-len={options.max_context or config['max_position_embeddings']}",
         "--generation-config=vllm", "--enable-scale-out", "--middleware=access.KeyGuard",
         "--worker-extension-cls=worker_extension.Extension", '--weight-transfer-config={"backend": "slimectl"}',
         *own_flags,
     ]  # fmt: skip
     environment = ALWAYS | hidden
-    if device == "cpu":
+    if on_cpu:
         environment |= CPU_ENV | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         environment |= {"SLIMECTL_VLLM_KEEP_WEIGHTS": "1"} if keep_weights else {}
-    return ServerProcess(
-        partial(VLLM.command, interpreter_path, arguments),
-        name=name, log=log, env=environment | dict(env or {}), host=host, start_timeout_s=start_timeout_s,
-        prepare=partial(_name_weights, version=weight_version, keys=keys), own_tmp=True,
-    )  # fmt: skip
+    prepare = partial(_name_weights, version=options.weight_version, keys=options.keys)
+    command = partial(VLLM.command, interpreter_path, arguments)
+    return ServerProcess(spec.name, ServerProgram(command, environment, own_tmp=True, prepare=prepare), options)
 
 
 def _name_weights(url: str, *, version: str, keys: ServerKeys) -> None:

@@ -13,11 +13,14 @@ import pytest
 from slimectl.engines.api_keys import ServerKeys, leave_key, local_key
 from slimectl.engines.server.launch import serve_server
 from slimectl.engines.sglang.launch import sglang_server
+from slimectl.engines.sglang.topology import ServerSpec
 from slimectl.engines.supervisor.bootstrap import hidden_keys
+from slimectl.engines.supervisor.server_process import ServerOptions
 
 FOLDER = Path(hidden_keys.__file__).parent
 
 WORD = "hunter2-of-a-server"
+KEYS = ServerKeys(api_key=WORD, admin_api_key=f"{WORD}-admin")
 
 PYTHON = """#!{python}
 import http.server, json, os, sys
@@ -56,13 +59,8 @@ def facts(pid: int | None) -> tuple[str, dict[str, str]]:
 
 def test_sglang_gets_its_keys_by_its_environment(python: str, tmp_path: Path):
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
-    server = sglang_server(
-        tmp_path,
-        log=tmp_path / "log",
-        python=python,
-        args={"api_key": WORD, "served_name": "small"},
-        keys=ServerKeys(api_key=WORD, admin_api_key=f"{WORD}-admin"),
-    )
+    spec = ServerSpec("sglang", tmp_path, args={"api_key": WORD, "served_name": "small"})
+    server = sglang_server(spec, ServerOptions(tmp_path / "log", keys=KEYS), python=python)
     server.start()
     command, environment = facts(server.pid())
     server.stop()
@@ -73,10 +71,10 @@ def test_sglang_gets_its_keys_by_its_environment(python: str, tmp_path: Path):
 
 
 def test_ours_gets_them_too(tmp_path: Path):
-    server = serve_server(tmp_path, log=tmp_path / "log", keys=ServerKeys(api_key=WORD, admin_api_key=f"{WORD}-admin"))
-    command = " ".join(server._command("127.0.0.1", 1))
+    server = serve_server(ServerSpec("serve", tmp_path), ServerOptions(tmp_path / "log", keys=KEYS))
+    command = " ".join(server.program.command("127.0.0.1", 1))
     assert WORD not in command
-    assert server._env == {"SLIMECTL_ENGINE_API_KEY": WORD, "SLIMECTL_ENGINE_ADMIN_API_KEY": f"{WORD}-admin"}
+    assert server.program.env == {"SLIMECTL_ENGINE_API_KEY": WORD, "SLIMECTL_ENGINE_ADMIN_API_KEY": f"{WORD}-admin"}
 
 
 def test_flags_and_keys_go_behind_the_command_line(monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,8 @@ import pytest
 import serving
 
 from slimectl.engines.sglang.launch import SGLANG, router_interpreter, sglang_server
+from slimectl.engines.sglang.topology import ServerSpec
+from slimectl.engines.supervisor.server_process import ServerOptions
 from slimectl.errors import BackendError, SettingsError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -62,7 +64,7 @@ def bare(tmp_path: Path) -> Path:
 def test_a_python_without_sglang_gets_the_pip_command(bare: Path, tmp_path: Path):
     python = str(bare / "bin" / "python")
     with pytest.raises(BackendError, match=rf"{python} has no sglang\. Run: {python} -m pip install .*sglang"):
-        sglang_server(tmp_path, log=tmp_path / "log", python=python)
+        sglang_server(ServerSpec("sglang", tmp_path), ServerOptions(tmp_path / "log"), python=python)
     with pytest.raises(BackendError, match=r"has no sglang-router\. Run: .* -m pip install sglang-router==0\.3\.2"):
         router_interpreter(python)
 

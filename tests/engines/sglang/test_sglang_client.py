@@ -28,7 +28,7 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @pytest.fixture(scope="module")
 def url(model_dir: Callable[[], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = serving.serve(model_dir(), tmp_path_factory.mktemp("logs"))
+    server = serving.serve(model_dir(), tmp_path_factory.mktemp("logs"), weight_version="0")
     yield server.start()
     server.stop()
 

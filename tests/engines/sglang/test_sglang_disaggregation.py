@@ -31,10 +31,7 @@ class Disaggregated:
     def __init__(self, folder: Path, logs: Path) -> None:
         self.folder, python = folder, serving.python_of("sglang")
         specs = groups_of(folder, num_engines=2, gpus_per_engine=1, prefill_num_servers=1)
-        self.servers = [
-            serving.sglang(folder, logs, preloaded=True, log=logs / f"{spec.name}.log", **spec.options())
-            for spec in specs
-        ]
+        self.servers = [serving.sglang(folder, logs, spec=spec, preloaded=True) for spec in specs]
         self.router = router_server("cache_aware", log=logs / "router.log", python=python, disaggregated=True)
         self.engine: HttpEngine = serving.client([], folder)
         self.pool = ServerPool(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import serving
 
 from slimectl.engines.sglang.launch import sglang_server
-from slimectl.engines.sglang.topology import groups_of
+from slimectl.engines.sglang.topology import ServerSpec, groups_of
+from slimectl.engines.supervisor.server_process import ServerOptions
 from slimectl.errors import SettingsError
 
 MODEL = Path("models/policy")
@@ -20,13 +22,19 @@ def made(**options: Any) -> list[Any]:
     return groups_of(MODEL, **({"num_engines": 2, "gpus_per_engine": 4} | options))
 
 
+def flags(spec: ServerSpec, folder: Path, **options: Any) -> set[str]:
+    """The words of a server's command line."""
+    server = sglang_server(spec, ServerOptions(folder / "log", **options), python=serving.python_of("sglang"))
+    return set(server.program.command("127.0.0.1", 30000))
+
+
 def test_engines_are_alike_by_default():
     specs = made(args={"mem_fraction_static": 0.8})
     assert [spec.name for spec in specs] == ["engine-0", "engine-1"]
     assert {(spec.model, spec.tensor_parallel, spec.role, spec.gets_weights) for spec in specs} == {
         (MODEL, 4, "regular", True)
     }
-    assert specs[0].options()["args"] == {"mem_fraction_static": 0.8}
+    assert specs[0].args == {"mem_fraction_static": 0.8}
     assert specs[0].router_kind() == {}
 
 
@@ -37,9 +45,7 @@ def test_prefill_stands_apart_from_decode():
         ("decode-0", "decode"), ("decode-1", "decode"), ("decode-2", "decode"),
     ]  # fmt: skip
     assert specs[1].router_kind() == {"worker_type": "prefill"}
-    assert specs[2].options() == {
-        "name": "decode-0", "tensor_parallel": 4, "role": "decode", "nodes": 1, "node": 0, "args": {}
-    }  # fmt: skip
+    assert specs[2] == ServerSpec("decode-0", MODEL, gpus=4, tensor_parallel=4, role="decode")
 
 
 @pytest.mark.slow
@@ -47,10 +53,8 @@ def test_prefill_stands_apart_from_decode():
 def test_a_role_becomes_flags_of_the_server(tmp_path: Path, model_dir: Callable[[], Path]):
     def command(i: int, device: str, **args: Any) -> set[str]:
         spec = made(num_engines=2, prefill_num_servers=1)[i]
-        options = spec.options() | {"tensor_parallel": 1, "args": args, "device": device}
-        server = sglang_server(model_dir(), log=tmp_path / "log", python=serving.python_of("sglang"), **options)
-        words = {word for word in server._command("127.0.0.1", 30000) if "disagg" in word}
-        return words | ({"nixl"} & set(server._command("127.0.0.1", 30000)))
+        words = flags(replace(spec, model=model_dir(), tensor_parallel=1, args=args), tmp_path, device=device)
+        return {word for word in words if "disagg" in word or word == "nixl"}
 
     meeting, tcp = "--disaggregation-bootstrap-port=30001", "--disaggregation-transfer-backend=mooncake_tcp"
     assert command(0, "cuda") == {"--disaggregation-mode=prefill", meeting}
@@ -64,15 +68,13 @@ def test_an_engine_of_sixteen_gpus_spans_two_machines_of_eight():
     specs = made(gpus_per_engine=16, gpus_per_node=8, server_groups=[{"name": "big"}, {"num_gpus_per_engine": 4}])
     assert [(spec.name, spec.tensor_parallel, spec.nodes) for spec in specs] == [("big-0", 16, 2), ("engine-0", 4, 1)]
     assert [(part.name, part.node) for part in specs[0].parts()] == [("big-0", 0), ("big-0-node-1", 1)]
-    assert [part.options()["node"] for part in specs[0].parts()] == [0, 1]
 
 
 @pytest.mark.slow
 @pytest.mark.sglang
 def test_a_machine_of_an_engine_becomes_flags(tmp_path: Path, model_dir: Callable[[], Path]):
     part = made(num_engines=1, gpus_per_engine=2, gpus_per_node=1)[0].parts()[1]
-    server = sglang_server(model_dir(), log=tmp_path / "log", python=serving.python_of("sglang"), **part.options())
-    assert {"--nnodes=2", "--node-rank=1", "--tp-size=2"} <= set(server._command("127.0.0.1", 30000))
+    assert {"--nnodes=2", "--node-rank=1", "--tp-size=2"} <= flags(replace(part, model=model_dir()), tmp_path)
 
 
 def test_a_group_of_another_model_gets_no_weights_and_its_own_arguments():

@@ -27,10 +27,7 @@ class TwoMachines:
     def __init__(self, folder: Path, logs: Path) -> None:
         self.folder = folder
         (spec,) = groups_of(folder, num_engines=1, gpus_per_engine=2, gpus_per_node=1)
-        self.processes = [
-            serving.sglang(folder, logs, preloaded=True, log=logs / f"{part.name}.log", **part.options())
-            for part in spec.parts()
-        ]
+        self.processes = [serving.sglang(folder, logs, spec=part, preloaded=True) for part in spec.parts()]
         self.engine: HttpEngine = serving.client([], folder)
         self.pool = ServerPool(
             lambda _: NodeGroup(self.processes, lambda address: [f"--dist-init-addr={address}"]), 1,

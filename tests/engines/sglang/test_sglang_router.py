@@ -33,7 +33,7 @@ class Routed:
 
     def __init__(self, folder: Path, logs: Path) -> None:
         self.folder = folder
-        self.servers = [serving.serve(folder, logs / str(i), wait_for_weights=True) for i in range(2)]
+        self.servers = [serving.serve(folder, logs / str(i)) for i in range(2)]
         # As on a cluster with a proxy, which nothing may ask: nobody is there.
         with pytest.MonkeyPatch.context() as patch:
             for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from small_server import server
 
-from slimectl.engines.supervisor.server_process import ServerProcess, error_line
+from slimectl.engines.supervisor import server_process
+from slimectl.engines.supervisor.server_process import ServerOptions, ServerProcess, ServerProgram, error_line
 from slimectl.errors import BackendError
 from slimectl.transport.http import get
 
@@ -69,10 +70,11 @@ def test_a_stopped_server_starts_again(tmp_path: Path):
     made.stop()
 
 
-def test_a_port_that_is_taken_is_left_to_its_owner(tmp_path: Path):
+def test_a_port_that_is_taken_is_left_to_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        made = server(tmp_path, port=port)
+        monkeypatch.setattr(server_process, "FIXED_PORTS", [port] * 16)
+        made = server(tmp_path)
         url = made.start()
         assert url != f"http://127.0.0.1:{port}"
         assert status(url) == 200
@@ -119,7 +121,7 @@ def test_a_server_that_never_answers_is_ended_after_its_time(tmp_path: Path):
 
 
 def test_a_command_that_is_not_there_is_named(tmp_path: Path):
-    made = ServerProcess(lambda host, port: ["/no/such/command"], name="odd", log=tmp_path / "log")
+    made = ServerProcess("odd", ServerProgram(lambda host, port: ["/no/such/command"]), ServerOptions(tmp_path / "log"))
     with pytest.raises(BackendError, match="odd: /no/such/command cannot be run: No such file"):
         made.start()
 
@@ -153,7 +155,7 @@ def test_servers_started_from_a_thread_outlive_it_and_leave_with_the_process(tmp
         import sys, threading, time
         from functools import partial
         from pathlib import Path
-        from slimectl.engines.supervisor.server_process import ServerProcess
+        from slimectl.engines.supervisor.server_process import ServerOptions, ServerProcess, ServerProgram
 
         def command(host, port):
             code = ("import sys, time; sys.path.insert(0, {str(bootstrap())!r}); import parent_watch; "
@@ -161,7 +163,8 @@ def test_servers_started_from_a_thread_outlive_it_and_leave_with_the_process(tmp
                     "http.server.test(http.server.SimpleHTTPRequestHandler, bind=sys.argv[1], port=int(sys.argv[2]))")
             return [sys.executable, "-c", code, host, str(port)]
 
-        made = ServerProcess(command, name="child", log=Path({str(tmp_path / "log")!r}), ready="/", own_tmp=True)
+        program = ServerProgram(command, ready="/", own_tmp=True)
+        made = ServerProcess("child", program, ServerOptions(Path({str(tmp_path / "log")!r})))
         thread = threading.Thread(target=made.start)
         thread.start()
         thread.join()

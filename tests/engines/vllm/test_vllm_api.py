@@ -24,9 +24,11 @@ from slimectl.engines.embedded.detokenizer import Detokenizer
 from slimectl.engines.http.api import StreamError
 from slimectl.engines.http.request import NO_WEIGHTS, PendingRequest, Unavailable
 from slimectl.engines.sglang.api import SglangApi
+from slimectl.engines.sglang.topology import ServerSpec
 from slimectl.engines.supervisor import bootstrap, installed
 from slimectl.engines.supervisor.bootstrap import hidden_keys
 from slimectl.engines.supervisor.bootstrap.describe import describe
+from slimectl.engines.supervisor.server_process import ServerOptions, ServerProcess
 from slimectl.engines.vllm import launch
 from slimectl.engines.vllm.api import VllmApi
 from slimectl.errors import BackendError, SettingsError
@@ -192,26 +194,33 @@ def model(folder: Path, head_dim: int = 64) -> Path:
 
 def test_flags_are_checked_and_keys_are_not_among_them(tmp_path: Path):
     keys = ServerKeys(api_key="hunter2", admin_api_key="hunter3")
-    options: dict[str, Any] = {"python": python(tmp_path), "log": tmp_path / "log", "keys": keys}
-    server = launch.vllm_server(model(tmp_path), args={"max_num_seqs": 4}, **options)
-    command = " ".join(server._command("127.0.0.1", 30000))
+
+    def server(**args: Any) -> ServerProcess:
+        spec = ServerSpec("vllm", model(tmp_path), args=args)
+        return launch.vllm_server(spec, ServerOptions(tmp_path / "log", keys=keys), python=python(tmp_path))
+
+    command = " ".join(server(max_num_seqs=4).program.command("127.0.0.1", 30000))
     assert "--max-num-seqs 4" in command
     assert "--max-model-len=128" in command
     assert "hunter" not in command
     with pytest.raises(SettingsError, match=r"max_num_sqs: unknown .*\. Did you mean vllm\.args\.max_num_seqs"):
-        launch.vllm_server(model(tmp_path), args={"max_num_sqs": 4}, **options)
+        server(max_num_sqs=4)
     with pytest.raises(SettingsError, match=r"vllm\.args\.dtype: is set by slimectl\. Change engine\.dtype instead"):
-        launch.vllm_server(model(tmp_path), args={"dtype": "half"}, **options)
+        server(dtype="half")
 
 
 def test_a_model_that_would_kill_the_server_later_is_refused_before_it_starts(tmp_path: Path):
     with pytest.raises(SettingsError, match="vLLM on a CPU does not support head_dim 16, only 32, 64"):
-        launch.vllm_server(model(tmp_path, head_dim=16), python=python(tmp_path), log=tmp_path / "log")
+        launch.vllm_server(
+            ServerSpec("vllm", model(tmp_path, head_dim=16)), ServerOptions(tmp_path / "log"), python=python(tmp_path)
+        )
 
 
 def test_another_version_is_refused_with_the_way_to_the_right_one(tmp_path: Path):
     with pytest.raises(BackendError, match=r"has vllm 0\.31\.2, but slimectl supports 0\.32\.0\. Run: .* pip install"):
-        launch.vllm_server(model(tmp_path), python=python(tmp_path, "0.31.2"), log=tmp_path / "log")
+        launch.vllm_server(
+            ServerSpec("vllm", model(tmp_path)), ServerOptions(tmp_path / "log"), python=python(tmp_path, "0.31.2")
+        )
 
 
 def test_without_a_python_of_its_own_the_remedy_leaves_this_one_as_it_is(monkeypatch: pytest.MonkeyPatch):
