@@ -16,7 +16,8 @@ from slimectl.engines.api_keys import ServerKeys
 from slimectl.engines.embedded.detokenizer import Detokenizer
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.http.api import ServerApi
-from slimectl.engines.http.client import HttpEngine
+from slimectl.engines.http.client import HttpEngine, ServedModel
+from slimectl.engines.http.dispatch import ClientOptions
 from slimectl.engines.http.request import NO_WEIGHTS
 from slimectl.engines.http.weight_client import HttpWorkers
 from slimectl.engines.server.launch import serve_server
@@ -40,6 +41,13 @@ KEYS = ServerKeys(admin_api_key="admin-key-of-the-tests")
 INSTALLED = {"sglang": "SGLang", "vllm": "vLLM"}
 """Servers that are installed in a Python of their own, by the marker of the tests that need them."""
 
+SERVERS = [
+    pytest.param("served", marks=pytest.mark.slow),
+    pytest.param("sglang", marks=[pytest.mark.slow, pytest.mark.sglang]),
+    pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.vllm]),
+]
+"""The fixtures of servers as parameters."""
+
 permitted: set[str] = set()
 """Those that the running test is marked with."""
 
@@ -49,11 +57,11 @@ vllm_urls: set[str] = set()
 
 def python_of(kind: str) -> str:
     """The Python with such a server; skips the test where nobody has installed one."""
-    assert kind in permitted, f"mark this test `{kind}` in tests/markers.py"
+    assert kind in permitted, f"mark this test `{kind}` "
     variable = f"SLIMECTL_{kind.upper()}_PYTHON"
     python = os.environ.get(variable)
     if not python:
-        pytest.skip(f"needs {INSTALLED[kind]}: install slimectl/engines/{kind}/requirements-cpu.txt, name its Python "
+        pytest.skip(f"needs {INSTALLED[kind]}: install tests/support/cpu/requirements-{kind}.txt, name its Python "
                     f"in {variable}")  # fmt: skip
     return python
 
@@ -107,14 +115,12 @@ def client(urls: Sequence[str], folder: Path, **options: Any) -> PushedEngine:
     """An engine that takes weights, for servers of the model in a folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     vocabulary = AutoConfig.from_pretrained(folder).vocab_size
+    stops = StopTokens(special_tokens(tokenizer, vocabulary=vocabulary))
     return PushedEngine(
         urls,
         api=api(urls),
-        vocabulary=vocabulary,
-        stops=StopTokens(special_tokens(tokenizer, vocabulary=vocabulary)),
-        max_context=CONTEXT,
-        decode=Detokenizer(tokenizer).response_text,
-        **{"keys": KEYS, **options},
+        model=ServedModel(vocabulary, CONTEXT, decode=Detokenizer(tokenizer).response_text, stops=stops),
+        options=ClientOptions(keys=KEYS, **options),
     )
 
 

@@ -15,7 +15,8 @@ import pytest
 import serving
 from aiohttp import web
 
-from slimectl.engines.http.client import HttpEngine
+from slimectl.engines.http.client import HttpEngine, ServedModel
+from slimectl.engines.http.dispatch import ClientOptions
 from slimectl.engines.sglang.api import SglangApi
 from slimectl.engines.supervisor.server_process import free_port
 from slimectl.errors import BackendError, SettingsError
@@ -76,8 +77,8 @@ def refusing(status: int, body: Any) -> Answer:
     return answer
 
 
-def bare(*urls: str, **options: Any) -> HttpEngine:
-    return HttpEngine(list(urls), **{"api": SglangApi(), "vocabulary": 259, "max_context": 256, **options})
+def bare(*urls: str, api: SglangApi = SglangApi(), **options: Any) -> HttpEngine:
+    return HttpEngine(list(urls), api=api, model=ServedModel(259, 256), options=ClientOptions(**options))
 
 
 def asked_of(answer: Answer, params: SamplingParams = SHORT, **options: Any) -> Completion:
@@ -229,6 +230,7 @@ def test_an_answer_that_takes_too_long_is_given_up():
         asked_of(answer, request_timeout_s=0.6)
 
 
+@pytest.mark.slow
 def test_an_address_where_nobody_answers_is_named_with_what_was_tried():
     nowhere = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     engine = bare(nowhere, connect_timeout_s=0.5)
@@ -240,6 +242,7 @@ def test_an_address_where_nobody_answers_is_named_with_what_was_tried():
     asyncio.run(engine.close())
 
 
+@pytest.mark.slow
 def test_another_model_behind_the_address_is_noticed(url: str):
     engine = bare(url)
     engine.check_model({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "unknown_to_it": 3})

@@ -15,6 +15,8 @@ from slimectl.policies.megatron import parallel
 from slimectl.policies.megatron.model import build
 from slimectl.policies.options import MegatronOptions, TrainerOptions
 
+pytestmark = pytest.mark.slow
+
 ALONE = ParallelLayout()
 
 
