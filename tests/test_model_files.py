@@ -18,7 +18,7 @@ from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError
 from slimectl.model_files import MAX_CONFIG_BYTES, check_model_files, copy_file, end_token_ids, open_file, read_json
 from slimectl.policies.checkpoint import copy_companions
-from slimectl.stages.convert import ConvertOptions
+from slimectl.types import ConvertOptions
 
 ModelDir = Callable[[str], Path]
 NAMES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")

@@ -23,13 +23,12 @@ from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import NO_PROGRESS, Critic, Engine, Policy, Progress, WeightReceiver
 from slimectl.runtime.recorder import load_state, warn_of_changed_schedule
 from slimectl.settings import Settings
-from slimectl.stages.convert import ConvertOptions
 from slimectl.stages.generation import sampling_params
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.score import attach_log_probs
 from slimectl.stages.train import TrainState
 from slimectl.stages.train import train as train_stage
-from slimectl.types import Chat, Completion, Prompt, Sample, SamplingParams, StepReport
+from slimectl.types import Chat, Completion, ConvertOptions, Prompt, Sample, SamplingParams, StepReport
 
 OnSkipped = Callable[[Prompt], Any]
 """Called with every prompt that is too long."""

@@ -29,8 +29,8 @@ from slimectl.model_files import (
 )
 from slimectl.protocols import NO_PROGRESS, Progress
 from slimectl.settings import Settings
-from slimectl.stages.convert import ConvertOptions
 from slimectl.stdio import logger
+from slimectl.types import ConvertOptions
 
 TEMPLATES = ("chat_template.*", "tokenizer_config.json", "additional_chat_templates/*")
 """Files that may contain chat templates in a model's folder."""

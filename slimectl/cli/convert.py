@@ -10,7 +10,7 @@ import typer
 from slimectl import stdio
 from slimectl.cli.options import CommonOptions, with_options
 from slimectl.errors import SettingsError
-from slimectl.stages.convert import ConvertOptions
+from slimectl.types import ConvertOptions
 
 
 @with_options("source target to dtype quantize block group config card verify logits unpickle force dry_run")
@@ -58,7 +58,7 @@ def convert(
 
 def _convert_dump(source: Path, target: Path, *, unpickle: bool, force: bool, dry_run: bool) -> None:
     """Write the samples of slime's rollout dump as records."""
-    from slimectl.cli.output import write_out
+    from slimectl.cli.output import StageOutput
     from slimectl.data.hashing import content_hash
     from slimectl.data.manifest import Manifest
     from slimectl.data.slime_dumps import slime_samples
@@ -82,5 +82,5 @@ def _convert_dump(source: Path, target: Path, *, unpickle: bool, force: bool, dr
         stdio.emit(f"{source} -> {target} (samples)")
         return
     manifest = Manifest("convert", {}, {str(source): content_hash(source)})
-    counts = write_out(slime_samples(source), str(target), manifest, [str(source)])
+    counts = StageOutput(str(target), manifest, [str(source)]).write(slime_samples(source))
     stdio.note(f"{target}: {stdio.quantity(counts['out'], 'sample')}")

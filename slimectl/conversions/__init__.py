@@ -22,7 +22,8 @@ from slimectl.data.hashing import Digest, content_hash
 from slimectl.data.manifest import Manifest, check_integrity, integrity_error, settings_hash
 from slimectl.model_files import check_model_files
 from slimectl.protocols import NO_PROGRESS, Progress, Weights
-from slimectl.stages.convert import ConvertOptions, Output, convert
+from slimectl.stages.convert import Output, convert
+from slimectl.types import ConvertOptions
 
 VERIFIED_BYTES = 2_000_000_000
 """Models up to this size are verified by default."""

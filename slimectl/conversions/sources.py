@@ -24,8 +24,8 @@ from slimectl.data.hugging_face import or_fetch
 from slimectl.errors import BackendError, CheckpointError, SettingsError
 from slimectl.model_files import check_model_files, policy_folder
 from slimectl.protocols import Weights
-from slimectl.stages.convert import ConvertOptions
 from slimectl.stdio import logger
+from slimectl.types import ConvertOptions
 
 PREFIX = "package:"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError
-from slimectl.stages.convert import ConvertOptions
+from slimectl.types import ConvertOptions
 
 ModelDir = Callable[[str], Path]
 

@@ -28,8 +28,7 @@ from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.errors import SlimectlError
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
-from slimectl.stages.convert import ConvertOptions
-from slimectl.types import SamplingParams, TrainingSample
+from slimectl.types import ConvertOptions, SamplingParams, TrainingSample
 
 ModelDir = Callable[[str], Path]
 PROMPT, COUNT = list(b"2+3="), 4

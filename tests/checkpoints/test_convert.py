@@ -20,7 +20,8 @@ from slimectl.conversions import convert_checkpoint
 from slimectl.data.manifest import integrity_error
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.protocols import NoProgress
-from slimectl.stages.convert import ConvertOptions, Output, convert
+from slimectl.stages.convert import Output, convert
+from slimectl.types import ConvertOptions
 
 ModelDir = Callable[[str], Path]
 
@@ -165,7 +166,7 @@ def test_killed_conversion_is_taken_up_where_it_was(tmp_path: Path, model_dir: M
         "import os, signal, sys, time; from pathlib import Path\n"
         "from slimectl.conversions import convert_checkpoint\n"
         "from slimectl.protocols import NoProgress\n"
-        "from slimectl.stages.convert import ConvertOptions\n"
+        "from slimectl.types import ConvertOptions\n"
         "target = Path(sys.argv[2])\n"
         "staged = target.with_name('.tmp-out')\n"
         "class Killer(NoProgress):\n"

@@ -14,7 +14,7 @@ import torch
 from slimectl.checkpoints.gguf import GGUFFile
 from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError
-from slimectl.stages.convert import ConvertOptions
+from slimectl.types import ConvertOptions
 
 gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'slimectl[gguf]'")
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slimectl.checkpoints.hf_weights import HFWeights
 from slimectl.conversions import convert_checkpoint
-from slimectl.stages.convert import ConvertOptions
+from slimectl.types import ConvertOptions
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'slimectl[megatron]'")
 

@@ -14,7 +14,7 @@ from vision_models import vision_model
 from slimectl.checkpoints.quantization import Fp8Blocks, Int4Groups
 from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError
-from slimectl.stages.convert import ConvertOptions
+from slimectl.types import ConvertOptions
 
 ModelDir = Callable[[str], Path]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -18,7 +18,7 @@ from slimectl.data import manifest as integrity
 from slimectl.data.manifest import check_integrity, integrity_error
 from slimectl.data.run_dir import write_folder
 from slimectl.errors import CheckpointError
-from slimectl.stages.convert import ConvertOptions
+from slimectl.types import ConvertOptions
 
 ModelDir = Callable[[str], Path]
 

@@ -23,7 +23,7 @@ from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.settings import Settings
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
-from slimectl.stages.convert import ConvertOptions
+from slimectl.types import ConvertOptions
 from slimectl.weight_sync.base import cast
 
 ModelDir = Callable[..., Path]
