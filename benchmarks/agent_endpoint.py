@@ -23,12 +23,13 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from slimectl import builders, load_settings
+from slimectl import load_settings
 from slimectl.agents.answer import AnswerReader
 from slimectl.agents.endpoint import SessionServer
 from slimectl.agents.openai_chat import chat_response, read_chat
 from slimectl.agents.session import Session, SessionLimits
 from slimectl.protocols import OnTokens
+from slimectl.runtime import builders
 from slimectl.types import Completion, SamplingParams
 
 TOKENS = 270

@@ -106,7 +106,7 @@ def cases(tokens: int) -> list[Case]:
 
 def sampled(given: argparse.Namespace) -> list[list[Any]]:
     """A batch of samples for every update, with rewards, and log-probabilities that the model gave them."""
-    from slimectl import builders
+    from slimectl.runtime import builders
     from slimectl.stages.rollout import rollout
     from slimectl.stages.score import attach_log_probs
 
@@ -165,7 +165,7 @@ def slimectl_settings(given: argparse.Namespace, algorithm: dict[str, Any]) -> A
 
 
 def by_slimectl(case: Case, batches: list[list[Any]], given: argparse.Namespace) -> list[dict[str, float]]:
-    from slimectl import builders
+    from slimectl.runtime import builders
     from slimectl.stages.train import train
 
     own_log_probs = {} if case.corrected else {"use_rollout_logprobs": True}

@@ -83,7 +83,7 @@ def child(source: Path, target: Path, to: str, rounds: int) -> None:
     import torch.distributed.checkpoint.filesystem  # noqa: F401
 
     from slimectl.architectures.config import with_defaults
-    from slimectl.conversions import convert_checkpoint
+    from slimectl.checkpoints.conversion import convert_checkpoint
 
     with_defaults(SHAPE)
     base, copy = peak_bytes(), target.with_name("copy")

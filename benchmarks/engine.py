@@ -35,7 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine
-from slimectl.registry.garbage import frozen_objects
+from slimectl.plugins.garbage import frozen_objects
 from slimectl.types import SamplingParams
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import psutil
 import torch
 
-from slimectl import builders
+from slimectl.runtime import builders
 from slimectl.settings.layers import Layer
 from slimectl.settings.loading import resolve
 from slimectl.types import SamplingParams

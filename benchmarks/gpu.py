@@ -42,9 +42,9 @@ import torch
 from gpu_trial import PARTS, TRAINERS, Result, Trial
 from plan import ENVIRONMENT, ROOT
 
-from slimectl import builders
 from slimectl.planner.devices import peak_flops
 from slimectl.planner.workload import GIB
+from slimectl.runtime import builders
 
 
 def run_process(trial: Trial) -> Result:

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from plan import peak_resident, resident
 
-from slimectl import builders
 from slimectl.architectures import cards
 from slimectl.architectures.config import with_defaults
 from slimectl.architectures.registry import family_of
 from slimectl.planner import flops, memory, plan
 from slimectl.planner.workload import Run
+from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.settings.layers import Layer, nested
 from slimectl.settings.loading import resolve
@@ -240,7 +240,7 @@ def sampling(trial: Trial, folder: Path) -> Result:
 
 
 def push(trial: Trial, folder: Path) -> Result:
-    from slimectl.weight_sync.base import InProcessSync
+    from slimectl.engines.weight_sync.base import InProcessSync
 
     start = begin_memory(trial)
     policy, engine = new_policy(trial, folder), new_engine(trial, folder)

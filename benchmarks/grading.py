@@ -111,9 +111,9 @@ def commands(folder: Path, count: int, rounds: int, against: Path | None) -> Non
 def steps(checkout: Path, path: Path, rounds: int) -> None:
     """Print the rate of reading, grading and writing the samples of a file in one process."""
     sys.path.insert(0, str(checkout))
-    from slimectl import builders
-    from slimectl.api.stages import load_settings, score
     from slimectl.data.jsonl import JsonlWriter, read_samples
+    from slimectl.runtime import builders
+    from slimectl.runtime.stage_functions import load_settings, score
 
     settings = load_settings(None, {"score.rm_type": "exact"})
     reward = builders.reward(settings)

@@ -95,7 +95,7 @@ class Turns:
 
 
 def slimectl_side(given: dict[str, Any], turns: Turns) -> None:
-    from slimectl import builders
+    from slimectl.runtime import builders
     from slimectl.stages.rounds import sampled_rounds
     from slimectl.stages.run import run
 
@@ -283,7 +283,7 @@ class Side:
 
 def written_prompts(options: argparse.Namespace, case: Case, into: Path) -> None:
     """The prompts of all steps as JSON lines, chats as the text that the model reads."""
-    from slimectl import builders
+    from slimectl.runtime import builders
 
     tokenizer, settings = builders.tokenizer(options.model), _settings(case)
     count = case.prompts * (options.skip + options.rounds)
@@ -304,7 +304,7 @@ def _settings(case: Case) -> Any:
 
 def accuracy(case: Case, model: Path) -> float:
     """On held-out prompts, by slimectl's evaluation."""
-    from slimectl import builders
+    from slimectl.runtime import builders
     from slimectl.stages.evaluate import evaluate, summarize
 
     settings, tokenizer = _settings(case), builders.tokenizer(model)

@@ -44,16 +44,16 @@ from slimectl.engines.sglang.launch import sglang_server
 from slimectl.engines.sglang.topology import ServerSpec
 from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.engines.supervisor.server_process import ServerOptions
+from slimectl.engines.weight_sync.base import InProcessSync, WeightSyncBase
+from slimectl.engines.weight_sync.delta import DeltaSync
+from slimectl.engines.weight_sync.disk import DiskSync
+from slimectl.engines.weight_sync.distributed import DistributedSync
+from slimectl.engines.weight_sync.memory import TensorSync
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.protocols import NamedTensors, WeightSync
 from slimectl.types import Metrics, TrainingSample
-from slimectl.weight_sync.base import InProcessSync, WeightSyncBase
-from slimectl.weight_sync.delta import DeltaSync
-from slimectl.weight_sync.disk import DiskSync
-from slimectl.weight_sync.distributed import DistributedSync
-from slimectl.weight_sync.memory import TensorSync
 
 KEYS = ServerKeys(admin_api_key=new_key())
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -69,8 +69,8 @@ class Recorder:
     def __post_init__(self) -> None:
         from transformers import AutoConfig
 
-        from slimectl import builders
         from slimectl.engines.embedded.engine import EmbeddedEngine
+        from slimectl.runtime import builders
 
         self.tokenizer = builders.tokenizer(self.options.model)
         config = AutoConfig.from_pretrained(self.options.model, local_files_only=True)

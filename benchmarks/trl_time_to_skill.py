@@ -154,7 +154,7 @@ def check_settings(settings: Settings) -> None:
 
 def trl_request(settings: Settings, folder: Path, model: Path, setting: str, seed: int) -> dict[str, Any]:
     """Return what TRL's process needs, and write the prompts of all its steps into a folder."""
-    from slimectl import builders
+    from slimectl.runtime import builders
 
     steps, prompts_per_step = settings.run.num_rollout, settings.run.rollout_batch_size
     assert steps is not None
@@ -179,7 +179,7 @@ def trl_request(settings: Settings, folder: Path, model: Path, setting: str, see
 
 def held_out_accuracy(task: BenchmarkTask, settings: Settings, model: Path, step: int) -> float:
     """Return the accuracy of saved weights on the held-out prompts of the task, as a run evaluates it."""
-    from slimectl import builders
+    from slimectl.runtime import builders
     from slimectl.stages.evaluate import evaluate, resolve_dataset_settings, summarize
 
     name = task.target.dataset

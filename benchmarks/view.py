@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from slimectl.cli.viewer import queries
 from slimectl.data.sample_index import SampleIndex
-from slimectl.viewer import queries
 
 
 def main() -> None:

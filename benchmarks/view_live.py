@@ -30,7 +30,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 EVERY_S = 2.0
-"""Time between two looks, which is LIVE_MS of slimectl/viewer/page/main.js."""
+"""Time between two looks, which is LIVE_MS of slimectl/cli/viewer/page/main.js."""
 
 
 def main() -> None:

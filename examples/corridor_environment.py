@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from slimectl.environments.port import Action, Environment, Observation, Task
+from slimectl.agents.environments.port import Action, Environment, Observation, Task
 
 PLACES = 5
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import signal
 
-from slimectl.redaction import redact_text
+from slimectl.system.redaction import redact_text
 
 EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141

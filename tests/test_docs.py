@@ -124,7 +124,7 @@ def imported() -> Iterator[tuple[str, str]]:
 
 def test_code_of_the_pages_imports_names_that_exist():
     found = set(imported())
-    assert ("slimectl.environments.port", "Task") in found
+    assert ("slimectl.agents.environments.port", "Task") in found
     assert ("slimectl.rewards.extraction", "missing") in found
     assert [each for each in sorted(found) if not hasattr(importlib.import_module(each[0]), each[1])] == []
 

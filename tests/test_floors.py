@@ -201,7 +201,7 @@ def test_adapters_are_named_where_parts_are_put_together_only():
         "slimectl.settings",
         "slimectl.recipes",
         "slimectl.data.metrics_catalogue",
-        "slimectl.api.stages",  # that is `slimectl score`
+        "slimectl.runtime.stage_functions",  # that is `slimectl score`
     ],
 )
 def test_command_line_starts_without_heavy_libraries(module: str):

@@ -14,8 +14,8 @@ from workshop import Workshop
 
 from slimectl.data import checks
 from slimectl.data.records import sample_from_json
-from slimectl.redaction import MASK, remember
-from slimectl.stdio import LOG_LEVEL, StderrHandler, log_to_file, logger
+from slimectl.system.redaction import MASK, remember
+from slimectl.system.stdio import LOG_LEVEL, StderrHandler, log_to_file, logger
 
 WARNING = "Sample.rewrad: unknown key, kept unchanged. Did you mean reward?"
 
@@ -55,7 +55,7 @@ PROGRAM = """
 import logging, sys
 {set_up}
 from slimectl.data.records import sample_from_json
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 sample_from_json({{"rewrad": 1.0}})
 logger.info("step 1")
 """
@@ -64,11 +64,11 @@ logger.info("step 1")
 @pytest.mark.parametrize(
     ("set_up", "stderr"),
     [
-        ("from slimectl.stdio import log_to_stderr; log_to_stderr()", f"{WARNING}\nstep 1\n"),
+        ("from slimectl.system.stdio import log_to_stderr; log_to_stderr()", f"{WARNING}\nstep 1\n"),
         ("", f"{WARNING}\n"),
         ("logging.getLogger('slimectl').setLevel(logging.CRITICAL)", ""),
         (
-            "logging.basicConfig(format='r: %(message)s'); from slimectl.stdio import log_to_stderr; log_to_stderr()",
+            "logging.basicConfig(format='r: %(message)s'); from slimectl.system.stdio import log_to_stderr; log_to_stderr()",
             f"{WARNING}\nstep 1\n",
         ),
     ],
@@ -88,9 +88,9 @@ AT = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] "
     [
         ("from slimectl.executors.child_processes import redirect; redirect(None)", "info",
          [f"{AT}checks.py:\\d+ - Sample.rewrad", f"{AT}<string>:\\d+ - step 1"]),
-        ("from slimectl.stdio import log_to_stderr; log_to_stderr()", "warning", ["Sample.rewrad"]),
-        ("from slimectl.stdio import log_to_stderr; log_to_stderr()", "debug", [f"{AT}checks.py:", f"{AT}<string>:"]),
-        ("from slimectl.stdio import log_to_stderr; log_to_stderr(); log_to_stderr()", "none", ["Sample", "step 1"]),
+        ("from slimectl.system.stdio import log_to_stderr; log_to_stderr()", "warning", ["Sample.rewrad"]),
+        ("from slimectl.system.stdio import log_to_stderr; log_to_stderr()", "debug", [f"{AT}checks.py:", f"{AT}<string>:"]),
+        ("from slimectl.system.stdio import log_to_stderr; log_to_stderr(); log_to_stderr()", "none", ["Sample", "step 1"]),
     ],
     ids=["a rank", "a quiet command", "a command at level debug", "an unknown level"],
 )  # fmt: skip

@@ -12,12 +12,19 @@ from typing import Any
 
 import pytest
 
-from slimectl.builders import model_folder
+from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.hf_weights import shards
-from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError
-from slimectl.model_files import MAX_CONFIG_BYTES, check_model_files, copy_file, end_token_ids, open_file, read_json
 from slimectl.policies.checkpoint import copy_companions
+from slimectl.runtime.builders import model_folder
+from slimectl.system.model_files import (
+    MAX_CONFIG_BYTES,
+    check_model_files,
+    copy_file,
+    end_token_ids,
+    open_file,
+    read_json,
+)
 from slimectl.types import ConvertOptions
 
 ModelDir = Callable[[str], Path]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slimectl import stdio
+from slimectl.system import stdio
 
 SAMPLE = {"group_index": 0, "index": 0, "prompt": "x", "tokens": [1, 2], "response": "b", "response_length": 1,
           "label": "b", "status": "completed"}  # fmt: skip

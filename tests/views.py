@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
-from slimectl import builders
-from slimectl.viewer.api import ViewApi
-from slimectl.viewer.library import Library
-from slimectl.viewer.server import running
+from slimectl.cli.viewer.api import ViewApi
+from slimectl.cli.viewer.library import Library
+from slimectl.cli.viewer.server import running
+from slimectl.runtime import builders
 
 TOKEN = "a-token-of-this-test"
 HOSTILE = {

@@ -21,8 +21,8 @@ from slimectl.agents.process import AgentProcess, Ending
 from slimectl.agents.session import Session, SessionLimits, reward_value
 from slimectl.data.chat import chat_of
 from slimectl.errors import HookError
-from slimectl.redaction import redact_text
-from slimectl.transport.loopback import without_proxy
+from slimectl.system.loopback import without_proxy
+from slimectl.system.redaction import redact_text
 from slimectl.types import Sample, SamplingParams, Status
 
 TICK_S = 0.05

@@ -14,7 +14,7 @@ from slimectl.architectures.config_checks import check_config
 from slimectl.architectures.config_defaults import STAND_INS, with_known_defaults
 from slimectl.architectures.mapping import ParamMapping
 from slimectl.errors import CheckpointError, first_line
-from slimectl.model_files import MAX_CONFIG_BYTES, adapter_remedy, open_file, read_json
+from slimectl.system.model_files import MAX_CONFIG_BYTES, adapter_remedy, open_file, read_json
 
 Config = dict[str, Any]
 """A complete Hugging Face configuration: every key of the model's class, including defaults."""

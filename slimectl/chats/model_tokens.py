@@ -12,8 +12,8 @@ from typing import Any
 
 from slimectl.chats.template import Template
 from slimectl.errors import RecordError, SettingsError
-from slimectl.model_files import MAX_CONFIG_BYTES, end_token_ids, read_json
-from slimectl.stdio import logger
+from slimectl.system.model_files import MAX_CONFIG_BYTES, end_token_ids, read_json
+from slimectl.system.stdio import logger
 from slimectl.types import Chat, Prompt
 
 GENERATION_CONFIG = "generation_config.json"

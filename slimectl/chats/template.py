@@ -28,7 +28,7 @@ from slimectl.chats.messages import (
     normalized_tools,
 )
 from slimectl.errors import RecordError, SettingsError, first_line
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 from slimectl.types import Chat, Prompt
 
 OURS = ("tools", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict")

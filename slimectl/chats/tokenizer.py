@@ -13,8 +13,8 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from slimectl.errors import CheckpointError, first_line
-from slimectl.model_files import policy_folder, read_json
-from slimectl.stdio import logger
+from slimectl.system.model_files import policy_folder, read_json
+from slimectl.system.stdio import logger
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 TOKEN_FILES = ("special_tokens_map.json", "added_tokens.json")

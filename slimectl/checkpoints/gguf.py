@@ -24,7 +24,7 @@ from torch import Tensor
 from slimectl.architectures.config_checks import check_config
 from slimectl.checkpoints.gguf_metadata import changed_keys
 from slimectl.errors import CheckpointError, MissingExtraError, first_line
-from slimectl.model_files import open_file
+from slimectl.system.model_files import open_file
 
 MAX_FIELDS = 10_000
 MAX_TENSORS = 200_000

@@ -22,8 +22,8 @@ from slimectl.checkpoints.safetensors_io import (
 )
 from slimectl.checkpoints.validate import UnfusedExperts
 from slimectl.data.hashing import Digest
-from slimectl.model_files import copy_file
 from slimectl.protocols import NamedTensors, Weights
+from slimectl.system.model_files import copy_file
 
 EXACT = re.compile(r"e_score_correction_bias$")
 """Tensors that stay in float32. A router's bias is small compared to its scores, and every implementation does so."""

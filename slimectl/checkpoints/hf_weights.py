@@ -15,7 +15,7 @@ from slimectl.checkpoints.pickled import PickleFile, pickled_shards
 from slimectl.checkpoints.safetensors_io import SafetensorsFile, TensorMemory, TensorSpec
 from slimectl.checkpoints.stored_names import name_obstacle, plain_obstacle
 from slimectl.errors import CheckpointError
-from slimectl.model_files import check_file, plain_name, read_json
+from slimectl.system.model_files import check_file, plain_name, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slimectl.checkpoints.safetensors_io import CODE, TensorSpec
 from slimectl.errors import CheckpointError, first_line
-from slimectl.model_files import check_file
+from slimectl.system.model_files import check_file
 
 
 class PickleFile:

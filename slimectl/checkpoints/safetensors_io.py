@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slimectl.errors import CheckpointError
-from slimectl.model_files import open_file
+from slimectl.system.model_files import open_file
 
 MAX_BLOCKS = 8
 """Maximum number of blocks: query, key, value and merged tensor, for the current and for the next parameter."""

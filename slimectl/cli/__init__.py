@@ -9,9 +9,9 @@ def main() -> None:
     # Idle OpenMP threads sleep instead of spinning: on a busy machine spinning costs more than the threads gain. The
     # variable must be set before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from slimectl import stdio
     from slimectl.cli.signals import end_at_once, end_by_signals
     from slimectl.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, SettingsError, StorageError
+    from slimectl.system import stdio
 
     stdio.protect()
     stdio.log_to_stderr()

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from slimectl import __version__, stdio
+from slimectl import __version__
 from slimectl.cli.ask import ask
 from slimectl.cli.bench import bench
 from slimectl.cli.chat import chat
@@ -41,6 +41,7 @@ from slimectl.errors import (
     Terminated,
     missing_library,
 )
+from slimectl.system import stdio
 
 OLD_OPTIONS = {"policy": "backend"}
 """Old names of options. They are still accepted, but not shown."""

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from slimectl import stdio
 from slimectl.cli.options import (
     SETTINGS,
     CommonOptions,
@@ -24,6 +23,7 @@ from slimectl.cli.options import (
     with_options,
 )
 from slimectl.errors import RecordError, SettingsError
+from slimectl.system import stdio
 
 
 @with_options("text model system raw max_tokens temperature seed engine_url", SETTINGS, "dry_run")
@@ -53,8 +53,8 @@ def ask(
     question, raw = _question(text or []), raw or sends_plain_text(resolution)
     if raw and system is not None:
         raise SettingsError("--system: needs the chat template. Drop --raw, or add -s rollout.apply_chat_template=true")
-    from slimectl.api.models import ChatModel, messages
     from slimectl.cli.output import TextOutput
+    from slimectl.runtime.model_functions import ChatModel, messages
 
     output = TextOutput()
     with ChatModel(resolution.settings) as model:

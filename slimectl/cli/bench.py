@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slimectl import stdio
 from slimectl.cli.options import AsJson
 from slimectl.errors import BackendError, SettingsError
+from slimectl.system import stdio
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from slimectl import stdio
 from slimectl.cli.options import (
     SETTINGS,
     CommonOptions,
@@ -22,9 +21,10 @@ from slimectl.cli.options import (
     with_options,
 )
 from slimectl.errors import SettingsError, SlimectlError
+from slimectl.system import stdio
 
 if TYPE_CHECKING:
-    from slimectl.api.models import ChatModel
+    from slimectl.runtime.model_functions import ChatModel
     from slimectl.types import Chat, SamplingParams
 
 COMMANDS = "/reset starts over, /retry regenerates the response, /exit or Ctrl-D quits, Ctrl-C stops a response"
@@ -56,7 +56,7 @@ def chat(
             f"-s rollout.apply_chat_template=true"
         )
     lines = _lines()
-    from slimectl.api.models import ChatModel
+    from slimectl.runtime.model_functions import ChatModel
 
     with ChatModel(resolution.settings) as model:
         if not model.has_template:

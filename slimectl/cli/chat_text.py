@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from slimectl.cli.terminal import has_colours, paint, visible
-from slimectl.viewer.conversation import Message
+from slimectl.cli.viewer.conversation import Message
 
 
 def messages_text(messages: Iterable[Message]) -> str:

@@ -10,14 +10,14 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from slimectl import stdio
 from slimectl.cli.inspect_samples import THRESHOLD, Selection, compact, indexed
 from slimectl.cli.run_summary import CURVES, run_facts, skipped_settings
 from slimectl.cli.terminal import has_colours, one_line, paint, safe_json, sparkline, visible, width
+from slimectl.cli.viewer import queries
+from slimectl.cli.viewer.library import RunSource, SamplesFile, is_run_folder, read_settings, read_view
 from slimectl.errors import SettingsError
 from slimectl.settings.keys import toml_value
-from slimectl.viewer import queries
-from slimectl.viewer.library import RunSource, SamplesFile, is_run_folder, read_settings, read_view
+from slimectl.system import stdio
 
 MAX_WORDS = 3000
 """Maximum words of a response that is compared word by word. The page has the same limit."""

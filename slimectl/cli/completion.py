@@ -195,14 +195,14 @@ def _cards(last: str) -> Iterator[Candidate]:
 
 
 def _verifiers(last: str) -> Iterator[Candidate]:
-    from slimectl.registry import VERIFIERS
+    from slimectl.plugins.registry import VERIFIERS
 
     return ((name, "verifier") for name in VERIFIERS.names())
 
 
 def _parts(registry: str) -> Callable[[str], Iterator[Candidate]]:
     def names(last: str) -> Iterator[Candidate]:
-        from slimectl import registry as registries
+        from slimectl.plugins import registry as registries
 
         table = getattr(registries, registry)
         return ((name, table.kind) for name in table.names())
@@ -221,7 +221,7 @@ def _metrics(last: str) -> Iterator[Candidate]:
 
 
 def _environments(last: str) -> Iterator[Candidate]:
-    from slimectl.registry import ENVIRONMENTS
+    from slimectl.plugins.registry import ENVIRONMENTS
 
     return ((f"{name}:", "environment") for name in ENVIRONMENTS.names())
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from slimectl import stdio
 from slimectl.cli.options import CommonOptions, with_options
 from slimectl.errors import SettingsError
+from slimectl.system import stdio
 from slimectl.types import ConvertOptions
 
 
@@ -39,7 +39,7 @@ def convert(
     if unpickle or source.endswith(".pt"):
         _convert_dump(Path(source), target, unpickle=unpickle, force=common.force, dry_run=dry_run)
         return
-    from slimectl import builders
+    from slimectl.runtime import builders
 
     if dry_run:
         precision = options.quantize or options.dtype or "unchanged precision"
@@ -61,7 +61,7 @@ def _convert_dump(source: Path, target: Path, *, unpickle: bool, force: bool, dr
     from slimectl.cli.output import StageOutput
     from slimectl.data.hashing import content_hash
     from slimectl.data.manifest import Manifest
-    from slimectl.data.slime_dumps import slime_samples
+    from slimectl.migrate.slime_dumps import slime_samples
 
     if source.suffix != ".pt":
         raise SettingsError(

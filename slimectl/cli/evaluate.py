@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slimectl import stdio
 from slimectl.cli.options import CLUSTER, ENGINES, SETTINGS, CommonOptions, output_name, print_preflight, with_options
 from slimectl.errors import SettingsError
+from slimectl.system import stdio
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from slimectl.api.stages import Evaluation
+    from slimectl.runtime.stage_functions import Evaluation
     from slimectl.settings import Settings
     from slimectl.types import Metrics
 
@@ -78,12 +78,12 @@ def evaluate(
 
 def _measure(settings: Settings, out: str | None) -> Evaluation:
     """Evaluate every dataset and return the evaluation. Graded samples are written to `out`, if it is set."""
-    from slimectl import builders
-    from slimectl.api.models import Sampler
-    from slimectl.api.stages import Evaluation
     from slimectl.cli.output import print_summary, up_to_date
     from slimectl.cli.progress import ProgressBar, loaded
     from slimectl.data.streams import tee
+    from slimectl.runtime import builders
+    from slimectl.runtime.model_functions import Sampler
+    from slimectl.runtime.stage_functions import Evaluation
     from slimectl.stages.evaluate import resolve_dataset_settings
 
     folder = builders.model_folder(settings.model.path, verify=settings.model.verify)

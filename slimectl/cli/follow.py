@@ -7,15 +7,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from slimectl import stdio
 from slimectl.cli.inspect_samples import Place, Selection, show_places
 from slimectl.cli.terminal import safe_json
 from slimectl.cli.tokens import legend
+from slimectl.cli.viewer import queries
+from slimectl.cli.viewer.library import Library, SamplesFile, is_run_folder
 from slimectl.data.resumable import partial_output
 from slimectl.data.sample_index import SampleIndex
 from slimectl.errors import SettingsError
-from slimectl.viewer import queries
-from slimectl.viewer.library import Library, SamplesFile, is_run_folder
+from slimectl.system import stdio
 
 POLL_S = 0.5
 

@@ -10,7 +10,7 @@ import typer
 from slimectl.cli import tokens
 from slimectl.cli.options import SETTINGS, AsJson, CommonOptions, with_options
 from slimectl.errors import SettingsError
-from slimectl.model_files import follow_links
+from slimectl.system.model_files import follow_links
 
 
 @with_options("paths rows condition sort prompt follow diff explain color_by mask model", SETTINGS, "as_json")

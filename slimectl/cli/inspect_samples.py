@@ -14,21 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from slimectl import stdio
 from slimectl.cli.chat_text import messages_text
 from slimectl.cli.score import explanation_text
 from slimectl.cli.terminal import has_colours, one_line, safe_json, sparkline, visible, width
 from slimectl.cli.tokens import decoder, legend, tokens_text
+from slimectl.cli.viewer import queries
+from slimectl.cli.viewer.conversation import conversation, prompt_messages, response_turns
+from slimectl.cli.viewer.library import Library, SamplesFile, read_view
+from slimectl.cli.viewer.token_view import sample_view
 from slimectl.data.images import thumbnail
 from slimectl.data.prompt_images import record_images
 from slimectl.data.records import sample_from_json
 from slimectl.data.sample_index import SampleIndex
 from slimectl.errors import RecordError, SettingsError, SlimectlError
+from slimectl.system import stdio
 from slimectl.types import ImageSource
-from slimectl.viewer import queries
-from slimectl.viewer.conversation import conversation, prompt_messages, response_turns
-from slimectl.viewer.library import Library, SamplesFile, read_view
-from slimectl.viewer.token_view import sample_view
 
 THRESHOLD = "eval.success_threshold"
 MAX_CHOICES = 8
@@ -197,7 +197,7 @@ def explanations(library: Library, places: Sequence[Place], selection: Selection
         explanation = (place.record().get("metadata") or {}).get("explanation")
         reasons.append(explanation if isinstance(explanation, dict) and _is_whole(explanation) else None)
     if selection.explain:
-        from slimectl.viewer.api import graded_again
+        from slimectl.cli.viewer.api import graded_again
 
         for file in {place.file.id: place.file for place in places}.values():
             rows = [at for at, place in enumerate(places) if place.file.id == file.id and reasons[at] is None]

@@ -13,14 +13,14 @@ from slimectl.cli.inspect_samples import Selection, heading, texts_of
 from slimectl.cli.run_summary import run_facts, show_run
 from slimectl.cli.terminal import has_colours, safe_json
 from slimectl.cli.tokens import MASKED, PROMPT, TRAINED, highlight, legend
+from slimectl.cli.viewer.library import Library, SamplesFile, is_run_folder, read_view
 from slimectl.data.jsonl import read_samples
 from slimectl.data.manifest import manifest_path
 from slimectl.data.records import sample_to_json
 from slimectl.errors import SettingsError
-from slimectl.model_files import check_model_files, read_json
-from slimectl.stdio import quantity
+from slimectl.system.model_files import check_model_files, read_json
+from slimectl.system.stdio import quantity
 from slimectl.types import Sample
-from slimectl.viewer.library import Library, SamplesFile, is_run_folder, read_view
 
 if TYPE_CHECKING:
     from slimectl.settings import Settings
@@ -127,7 +127,7 @@ def show_manifest(path: Path) -> None:
 
 def show_masks(path: Path, rows: int, settings: Settings) -> None:
     """Print the first samples of a file, or demonstrations built from its prompts, with each token's role marked."""
-    from slimectl import builders
+    from slimectl.runtime import builders
 
     tokenizer = builders.tokenizer(builders.model_folder(settings.model.path or _recorded_model(path), weights=False))
     coloured = has_colours()
@@ -149,7 +149,7 @@ def _recorded_model(path: Path) -> str:
 
 
 def _samples(path: Path, tokenizer: Any, settings: Settings) -> Iterator[Sample]:
-    from slimectl import builders
+    from slimectl.runtime import builders
     from slimectl.settings.algorithm import Sft
     from slimectl.stages.recorded_rounds import SampleFiles
 

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from slimectl import stdio
 from slimectl.architectures import cards
 from slimectl.cli.options import AsJson
 from slimectl.errors import SettingsError, StorageError
 from slimectl.planner.workload import parameters
+from slimectl.system import stdio
 
 USAGE = "models: use `slimectl models`, `models show NAME`, `models check NAME DIR` or `models create NAME DIR`"
 COLUMNS = ("name", "family", "parameters", "activated", "layers", "hidden")
@@ -78,8 +78,8 @@ def print_table(rows: list[tuple[str, ...]]) -> None:
 
 def check(name: str, folder: Path, *, as_json: bool = False) -> None:
     """Print the differences between a checkpoint and a card, with exit code 1 if there are any."""
-    from slimectl import builders
     from slimectl.architectures.config import read_config
+    from slimectl.runtime import builders
 
     card: dict[str, Any] = cards.load(name)
     differences = cards.differences(
@@ -100,9 +100,9 @@ def create(name: str, target: Path | None, seed: int) -> None:
         raise SettingsError(
             f"models create: {f'{target} already exists' if target else 'no directory given'}. Give a new directory"
         )
-    from slimectl import builders
     from slimectl.data.run_dir import write_folder
     from slimectl.planner.workload import sized
+    from slimectl.runtime import builders
     from slimectl.runtime.capacity import MASTER_BYTES, available_memory, free_space
 
     size = MASTER_BYTES * card["parameters"]

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from slimectl import stdio
 from slimectl.errors import SettingsError, SlimectlError
-from slimectl.redaction import redact, secrets_in
+from slimectl.system import stdio
+from slimectl.system.redaction import redact, secrets_in
 
 if TYPE_CHECKING:  # building the settings classes takes a quarter of a second, which --help avoids
     from slimectl.settings import Layer, Resolved

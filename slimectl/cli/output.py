@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slimectl import stdio
 from slimectl.cli.terminal import PICTURES
 from slimectl.data.hashing import content_hash
 from slimectl.data.io import is_pipe, split_slice
@@ -21,6 +20,7 @@ from slimectl.data.resumable import ResumableOutput
 from slimectl.errors import RecordError, SettingsError
 from slimectl.settings import Settings
 from slimectl.stages.failed_attempts import FailureCount
+from slimectl.system import stdio
 from slimectl.types import Sample
 
 READ_ONCE = "a pipe, read once"

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
-from slimectl import stdio
 from slimectl.architectures import cards
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.cli.options import SETTINGS, CommonOptions, with_options
 from slimectl.errors import CheckpointError, SettingsError
+from slimectl.system import stdio
 
 if TYPE_CHECKING:
     from slimectl.planner.plan import Plan, PlannedRun
@@ -241,7 +241,7 @@ def _of_settings(context: typer.Context, options: PlanOptions, common: CommonOpt
 def _simulate(planned: PlannedRun, result: Plan) -> list[str]:
     """Add the figures of a simulated step to the plan. Return its problems, one line each."""
     from slimectl.planner import memory
-    from slimectl.simulation.report import simulation
+    from slimectl.planner.simulation.report import simulation
 
     if planned.shape.other_models:
         raise SettingsError("--simulate: only simulates the policy. Drop --critic, --reference and --teacher")
@@ -342,7 +342,7 @@ def configuration(card: str | None, model: str | None) -> dict[str, Any]:
         raise SettingsError("plan: no model given. Add --card NAME or --model DIR")
     if model is None:
         return with_defaults(cards.load(card or "")["config"])
-    from slimectl.builders import model_folder
+    from slimectl.runtime.builders import model_folder
 
     try:
         config = read_config(model_folder(str(Path(model)), weights=False))

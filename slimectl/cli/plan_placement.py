@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from slimectl import stdio
 from slimectl.architectures import cards
 from slimectl.planner.placement import Placement, divisibility_warnings
-from slimectl.stdio import quantity
+from slimectl.system import stdio
+from slimectl.system.stdio import quantity
 
 if TYPE_CHECKING:
     from slimectl.settings import Settings
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def show_placement(settings: Settings, *, on_gpu: bool, as_json: bool) -> None:
     """Print the ranks and engines of every GPU. Problems and notes go to stderr. Exits with 1 if it is infeasible."""
-    from slimectl import builders
+    from slimectl.runtime import builders
 
     placement = replace(builders.placement(settings), on_gpu=on_gpu and settings.train.device != "cpu")
     problems = [*placement.problems(), *_layout_problems(settings)]
@@ -67,7 +67,7 @@ def placement_lines(placement: Placement) -> str:
 
 def _copies(settings: Settings) -> int:
     """Return the data-parallel size."""
-    from slimectl import builders
+    from slimectl.runtime import builders
 
     ranks = settings.cluster.ranks
     return builders.layout(settings).data(ranks) if settings.train.backend == "megatron" else ranks
@@ -75,10 +75,9 @@ def _copies(settings: Settings) -> int:
 
 def _layout_problems(settings: Settings) -> Iterator[str]:
     """Yield the problems of the parallel layout with the model, if one is configured."""
-    from slimectl import builders
     from slimectl.architectures.parallel import problems
     from slimectl.architectures.registry import family_of
-    from slimectl.runtime import capacity
+    from slimectl.runtime import builders, capacity
 
     model = settings.model
     if settings.train.backend != "megatron" or (model.path is None and model.card is None):

@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slimectl import stdio
-from slimectl.stdio import logger
+from slimectl.system import stdio
+from slimectl.system.stdio import logger
 
 if TYPE_CHECKING:
-    from slimectl.api.models import Sampler
+    from slimectl.runtime.model_functions import Sampler
 
 TICK_S = 0.25
 LINE_S = 30.0

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimectl import stdio
 from slimectl.cli.options import CommonOptions
 from slimectl.errors import SettingsError
+from slimectl.system import stdio
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -46,12 +46,12 @@ def rollout(
         print_preflight(resolution, "model", "data", "engine", "hooks")
         return
     needs_destination(options.out)
-    from slimectl import builders
-    from slimectl.api.models import Sampler
     from slimectl.cli.output import print_summary, up_to_date
     from slimectl.cli.progress import ProgressBar, line_count, loaded
     from slimectl.data.streams import tee
     from slimectl.hooks import check_hooks
+    from slimectl.runtime import builders
+    from slimectl.runtime.model_functions import Sampler
     from slimectl.stages.failed_attempts import FailureCount
     from slimectl.types import Sample
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slimectl import stdio
 from slimectl.cli.options import CLUSTER, ENGINES, SETTINGS, CommonOptions, print_preflight, shown, with_options
 from slimectl.cli.resume import Resumed, resumable
 from slimectl.errors import SettingsError
-from slimectl.registry.garbage import frozen_objects
+from slimectl.plugins.garbage import frozen_objects
+from slimectl.system import stdio
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -175,8 +175,8 @@ def _sample_commands(run: Path, *, is_verified: bool) -> Iterator[str]:
     """
     import numpy as np
 
-    from slimectl.viewer.library import Library
-    from slimectl.viewer.queries import prompt_text
+    from slimectl.cli.viewer.library import Library
+    from slimectl.cli.viewer.queries import prompt_text
 
     library = Library([run])
     file = next((file for file in list(library.files().values())[::-1] if file.kind == "evaluation"), None)

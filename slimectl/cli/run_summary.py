@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slimectl import stdio
 from slimectl.cli.options import shown
 from slimectl.cli.terminal import one_line, shortened, sparkline, visible, width
+from slimectl.cli.viewer.library import RunSource, read_settings
 from slimectl.data.metrics_catalogue import is_supervised, progress
 from slimectl.data.ownership import read_manifest
 from slimectl.errors import SettingsError
-from slimectl.model_files import linked_step
-from slimectl.viewer.library import RunSource, read_settings
+from slimectl.system import stdio
+from slimectl.system.model_files import linked_step
 
 CURVES = (
     ("reward", ("rollout/raw_reward",)), ("loss", ("train/loss",)), ("length", ("rollout/response_len/mean",)),

@@ -26,8 +26,8 @@ def runs(
         slimectl runs
     """
     from slimectl.cli.models import print_table
-    from slimectl.viewer.library import Library
-    from slimectl.viewer.run_table import summary
+    from slimectl.cli.viewer.library import Library
+    from slimectl.cli.viewer.run_table import summary
 
     if not folder.is_dir():
         raise SettingsError(f"{folder}: no such folder. Give the folder of your runs: slimectl runs DIR")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slimectl import stdio
 from slimectl.cli.options import CLUSTER, SETTINGS, CommonOptions, needs_destination, print_preflight, with_options
+from slimectl.system import stdio
 from slimectl.types import Sample
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def score(
     resolution = options.resolve({"score.custom_rm_path": custom_rm_path, "score.explain": explain or None})
     if options.dry_run:
         if reference is not None:
-            from slimectl.builders import model_folder
+            from slimectl.runtime.builders import model_folder
 
             model_folder(reference, setting="--reference")
         print_preflight(resolution, "reward", "hooks", samples=options.sample_paths)
@@ -60,11 +60,11 @@ def score(
     lines = explain and out == "-" and stdio.is_terminal()
     if not check and not lines:
         needs_destination(out)
-    from slimectl import builders
     from slimectl.chats.model_tokens import vocabulary_size
     from slimectl.cli.output import up_to_date
     from slimectl.data.jsonl import joined_name, read_samples
     from slimectl.data.skip_counts import SkippedLines
+    from slimectl.runtime import builders
 
     skipped = SkippedLines(joined_name(paths), stdio.logger.warning)
     read = read_samples(
@@ -107,8 +107,6 @@ def _grade_samples(
     """Grade samples and write them to --out with a summary, or print one line per sample to the terminal."""
     from collections import Counter
 
-    from slimectl import builders
-    from slimectl.api.stages import score as stage
     from slimectl.cli.output import print_summary
     from slimectl.cli.progress import ProgressBar, line_count
     from slimectl.data.io import is_pipe
@@ -116,6 +114,8 @@ def _grade_samples(
     from slimectl.data.skip_counts import locate
     from slimectl.data.streams import tee
     from slimectl.errors import RecordError
+    from slimectl.runtime import builders
+    from slimectl.runtime.stage_functions import score as stage
     from slimectl.stages.score import reward_number
 
     skips = options.on_error == "skip"
@@ -184,8 +184,8 @@ def _reward(sample: Sample, reward_key: str | None, digits: int) -> str:
 
 def _check(samples: Iterable[Sample], settings: Settings) -> None:
     """Check the reward, with one line per check on stdout. Raises SlimectlError if a check failed."""
-    from slimectl import builders
     from slimectl.errors import RecordError, SlimectlError
+    from slimectl.runtime import builders
     from slimectl.stages.check_reward import check_reward
 
     sample_list = list(samples)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slimectl import stdio
 from slimectl.cli.options import SETTINGS, CommonOptions, print_preflight, with_options
 from slimectl.errors import EXIT_INTERRUPTED, StorageError, Terminated
-from slimectl.registry.garbage import frozen_objects
+from slimectl.plugins.garbage import frozen_objects
+from slimectl.system import stdio
 
 if TYPE_CHECKING:
     from slimectl.data.manifest import Manifest
@@ -97,10 +97,10 @@ def _import_models() -> None:
 
 def _serve_until_signal(settings: Settings, options: ServeOptions) -> tuple[int, bool]:
     """Serve until a signal arrives. Return its number, and whether all threads have ended."""
-    from slimectl import builders
-    from slimectl.builders import serving
-    from slimectl.transport.listening import bound
-    from slimectl.transport.shared_memory import remove_orphans
+    from slimectl.runtime import builders
+    from slimectl.runtime.builders import serving
+    from slimectl.system.listening import bound
+    from slimectl.system.shared_memory import remove_orphans
 
     remove_orphans()
     folder = builders.model_folder(settings.model.path, verify=settings.model.verify)

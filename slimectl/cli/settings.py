@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slimectl import stdio
 from slimectl.cli.options import (
     SETTINGS,
     AsJson,
@@ -21,6 +20,7 @@ from slimectl.cli.options import (
     with_options,
 )
 from slimectl.errors import SettingsError
+from slimectl.system import stdio
 
 if TYPE_CHECKING:
     from slimectl.settings.reference import Entry
@@ -102,9 +102,9 @@ def explain(
         slimectl settings explain --rollout-batch-size
     """
     from slimectl.hooks import HOOKS
+    from slimectl.migrate.launch_scripts.lookup import counterparts
     from slimectl.settings import aliases
     from slimectl.settings.keys import toml_value
-    from slimectl.settings.launch_scripts.lookup import counterparts
     from slimectl.settings.reference import entries
     from slimectl.settings.run import CustomSettings
 
@@ -157,8 +157,8 @@ def from_(
         slimectl settings from run-qwen3-4B.sh > run.toml
     """
     from slimectl.data.atomic_replace import write_text
-    from slimectl.settings.launch_scripts.reading import read
-    from slimectl.settings.launch_scripts.writing import settings_file
+    from slimectl.migrate.launch_scripts.reading import read
+    from slimectl.migrate.launch_scripts.writing import settings_file
 
     if out != "-" and Path(out).exists() and not force:
         raise SettingsError(f"{out}: already exists. Add --force to replace it, or choose another --out")
@@ -189,9 +189,9 @@ def _search(word: str, every: Sequence[Entry], of_stacks: Sequence[str], *, is_f
     If there are none, return the most likely setting and all that mention the word. Raises SettingsError if there is
     none.
     """
+    from slimectl.migrate.launch_scripts.lookup import near_names
     from slimectl.settings import aliases
     from slimectl.settings.keys import keys_of_leaf, sections, suggestion
-    from slimectl.settings.launch_scripts.lookup import near_names
 
     by_key = {entry.key: entry for entry in every}
     if of_stacks or keys_of_leaf(word, list(by_key)):

@@ -7,9 +7,9 @@ import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from slimectl import stdio
 from slimectl.errors import EXIT_INTERRUPTED, Terminated
-from slimectl.user_code import ENDING, handle_here
+from slimectl.plugins.containment import ENDING, handle_here
+from slimectl.system import stdio
 
 if TYPE_CHECKING:
     from slimectl.runtime.grace import GracePeriod

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.cli.terminal import has_colours, paint, visible
-from slimectl.viewer.token_colours import COLOURS as COLOUR_SCALES
+from slimectl.cli.viewer.token_colours import COLOURS as COLOUR_SCALES
 
 TRAINED, MASKED, PROMPT = "trained", "masked", "prompt"
 COLOURS = {TRAINED: "30;42", MASKED: "33", PROMPT: "2"}
@@ -141,7 +141,7 @@ def _joined(texts: list[str], keys: list[Any]) -> Iterator[tuple[Any, str]]:
 
 def decoder(folder: Path | None) -> Any:
     """Return the decoder of a folder's tokenizer, or None if it or the library that loads it is missing."""
-    from slimectl import builders
-    from slimectl.viewer.token_view import Decoders
+    from slimectl.cli.viewer.token_view import Decoders
+    from slimectl.runtime import builders
 
     return Decoders(builders.token_decoder).decoder(folder)

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slimectl import stdio
 from slimectl.cli.options import CLUSTER, ENGINES, SETTINGS, CommonOptions, print_preflight, with_options
 from slimectl.cli.resume import Resumed, resumable
 from slimectl.cli.run import run_to_end
 from slimectl.data.skip_counts import SkippedLines
 from slimectl.errors import RecordError, SettingsError, SlimectlError
+from slimectl.system import stdio
 
 if TYPE_CHECKING:
-    from slimectl.api.models import Trainer
     from slimectl.cli.progress import ProgressBar
+    from slimectl.runtime.model_functions import Trainer
     from slimectl.settings import Resolved, Settings
     from slimectl.stages.recorded_rounds import Numbered, SampleFiles
     from slimectl.stages.signal import SignalCount
@@ -154,11 +154,11 @@ def _train_in_folder(
 
 def _train_once(options: CommonOptions, settings: Settings, *, save: Path | None, load: Path | None) -> None:
     """Train as a stage of a pipe: one pass, a record per step on stdout, the final weights in `save`."""
-    from slimectl import builders
     from slimectl.cli.output import up_to_date
     from slimectl.cli.progress import line_count
     from slimectl.data.atomic_replace import refuse_existing, writing
     from slimectl.data.jsonl import joined_name
+    from slimectl.runtime import builders
     from slimectl.runtime.rounds import warn_of_other_model
     from slimectl.stages.recorded_rounds import SampleFiles
     from slimectl.types import Prompt
@@ -178,7 +178,7 @@ def _train_once(options: CommonOptions, settings: Settings, *, save: Path | None
     stream = builders.training_samples(settings, files, tokenizer, context=context, on_skipped=too_long.append)
 
     def make() -> Trainer:
-        from slimectl.api.models import Trainer
+        from slimectl.runtime.model_functions import Trainer
 
         return Trainer(settings, folder, load=load, rollouts=rollouts)
 
@@ -265,8 +265,8 @@ def _train_steps(
     """
     import json
 
-    from slimectl import builders
     from slimectl.cli.progress import ProgressBar
+    from slimectl.runtime import builders
 
     steps, counted, read = 0, 0, 0
 

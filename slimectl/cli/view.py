@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from slimectl import stdio
 from slimectl.errors import SettingsError, Terminated
+from slimectl.system import stdio
 
 DEFAULT = Path("runs")
 
@@ -40,9 +40,9 @@ def view(
 
         slimectl view runs/quickstart
     """
-    from slimectl import builders
-    from slimectl.viewer.api import ViewApi
-    from slimectl.viewer.library import Library
+    from slimectl.cli.viewer.api import ViewApi
+    from slimectl.cli.viewer.library import Library
+    from slimectl.runtime import builders
 
     if not paths and not DEFAULT.is_dir():
         raise SettingsError(f"{DEFAULT}: no such folder. Give a run's folder or a samples file: slimectl view RUN")
@@ -50,7 +50,7 @@ def view(
         raise SettingsError(f"--model {model}: has no tokenizer_config.json. Give a model's folder")
     api = ViewApi(Library(paths or [DEFAULT], model=model), builders.token_decoder)
     if html is not None:
-        from slimectl.viewer.export import write_page
+        from slimectl.cli.viewer.export import write_page
 
         if html.exists() and not force:
             raise SettingsError(f"{html}: already exists. Add --force to replace it")
@@ -63,8 +63,8 @@ def _serve(api: object, port: int, *, open_browser: bool) -> None:
     import asyncio
     import webbrowser
 
-    from slimectl.transport.listening import bound
-    from slimectl.viewer.server import serve
+    from slimectl.cli.viewer.server import serve
+    from slimectl.system.listening import bound
 
     token = secrets.token_urlsafe(16)
     listening = bound("127.0.0.1", port)

@@ -12,7 +12,7 @@ from slimectl.data.io import readable
 from slimectl.data.json_values import cell_value, shortest_decimals
 from slimectl.data.tables import Row
 from slimectl.errors import MissingExtraError, RecordError
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 
 ROWS_PER_BATCH = 256
 Conversion = Callable[[Any], Any]

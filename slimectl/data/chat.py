@@ -14,7 +14,7 @@ from slimectl.data.images import tokenizer_processor
 from slimectl.data.prompt_images import has_images
 from slimectl.errors import RecordError
 from slimectl.settings.rollout import RolloutSettings
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 from slimectl.types import Chat, Completion, Prompt, Sample, SamplingParams, Status
 
 # Two texts with nothing in common, so that renderings with each of them differ exactly where the message is.

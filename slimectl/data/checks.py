@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from slimectl.data.json_codec import nearest_float32
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 from slimectl.types import Status
 
 Check = Callable[[Any], Any]

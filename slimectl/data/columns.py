@@ -11,7 +11,7 @@ from slimectl.chats.messages import content_text, from_json
 from slimectl.data.checks import a_chat, shown
 from slimectl.data.prompt_images import OTHER_MEDIA
 from slimectl.errors import RecordError
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 from slimectl.types import Chat, text_of_label
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from urllib.parse import parse_qsl
 from slimectl.data.json_values import cell_value, jsonable
 from slimectl.data.tables import Listed, Row, Spooled, Table
 from slimectl.errors import MissingExtraError, SettingsError
+from slimectl.plugins.callables import load_callable
+from slimectl.plugins.containment import converted
 from slimectl.types import Prompt
-from slimectl.user_code import converted, load_callable
 
 _END = object()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimectl.errors import MissingExtraError, SettingsError
-from slimectl.model_files import leads_out
+from slimectl.system.model_files import leads_out
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from slimectl.data.jsonl import parse_line
 from slimectl.errors import SettingsError, first_line
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 
 PARQUET = (".parquet", ".pq")
 ARROW = (".arrow", ".arrows", ".feather", ".ipc")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from slimectl.architectures.image_tokens import MODEL_TYPES, Grid, ImageTokens
 from slimectl.data.io import regular_file
 from slimectl.errors import CheckpointError, MissingExtraError, RecordError, SettingsError, first_line
-from slimectl.model_files import MAX_CONFIG_BYTES, read_json
+from slimectl.system.model_files import MAX_CONFIG_BYTES, read_json
 from slimectl.types import ImageSource, Sample
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from slimectl import stdio
 from slimectl.data.atomic_replace import new_file
 from slimectl.errors import MissingExtraError, RecordError, SettingsError, StorageError
-from slimectl.model_files import follow_links
+from slimectl.system import stdio
+from slimectl.system.model_files import follow_links
 
 CHUNK_BYTES = 1 << 16
 UTF8_BOM = b"\xef\xbb\xbf"

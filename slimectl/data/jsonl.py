@@ -17,7 +17,7 @@ from slimectl.data.json_codec import decode_object, encode_json, encode_with_tex
 from slimectl.data.prompt_images import resolve_sample
 from slimectl.data.records import FLOAT32_LISTS, RECORD_VERSION, VERSION, refused_path, sample_from_json, sample_to_json
 from slimectl.errors import RecordError, SettingsError
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 from slimectl.types import Sample
 
 Report = Callable[[RecordError], None]

@@ -18,8 +18,8 @@ from slimectl.data.atomic_replace import write_text
 from slimectl.data.hashing import SHA256, XXH3, Digest, content_hash, damage_hash, new_hash
 from slimectl.data.ownership import MANIFEST
 from slimectl.errors import CheckpointError
-from slimectl.model_files import check_file, open_file, read_json
-from slimectl.redaction import mask_addresses, redact, without_secrets
+from slimectl.system.model_files import check_file, open_file, read_json
+from slimectl.system.redaction import mask_addresses, redact, without_secrets
 
 
 def manifest_path(out: Path) -> Path:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.errors import SettingsError
-from slimectl.model_files import LINKS, linked_step
-from slimectl.registry import TRACKERS
+from slimectl.plugins.registry import TRACKERS
+from slimectl.system.model_files import LINKS, linked_step
 
 MANIFEST = "manifest.json"
 LOCK = ".slimectl.lock"

@@ -35,7 +35,7 @@ from slimectl.data.locks import Lock
 from slimectl.data.manifest import file_digest, integrity_error
 from slimectl.data.ownership import GROWING, LOCK, MANIFEST, STAGED
 from slimectl.errors import CheckpointError, SettingsError
-from slimectl.model_files import TRAINER_STATE, linked_step
+from slimectl.system.model_files import TRAINER_STATE, linked_step
 
 STEP = re.compile(r"step_(\d{6,})$")
 BEST = "best"

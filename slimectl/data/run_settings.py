@@ -10,11 +10,11 @@ from pathlib import Path
 
 from slimectl.data.ownership import read_manifest
 from slimectl.errors import SettingsError
-from slimectl.redaction import MASK, redact
 from slimectl.settings import Settings
 from slimectl.settings.keys import flat, toml_value, unused_interpreters
 from slimectl.settings.layers import from_file
 from slimectl.settings.loading import resolve
+from slimectl.system.redaction import MASK, redact
 
 RUN_TOML = "run.toml"
 

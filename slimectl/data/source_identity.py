@@ -19,7 +19,7 @@ from slimectl.data.sources import generated_rows, source_files
 from slimectl.data.tables import Listed
 from slimectl.errors import SettingsError
 from slimectl.settings import Settings
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 from slimectl.types import Prompt
 
 Identity = dict[str, Any]

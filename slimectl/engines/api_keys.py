@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from slimectl.redaction import remember
+from slimectl.system.redaction import remember
 
 ASKING = (
     "/generate",

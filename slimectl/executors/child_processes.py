@@ -11,8 +11,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TypeVar
 
-from slimectl.stdio import log_to_stderr
-from slimectl.user_code import ENDING, handle_here
+from slimectl.plugins.containment import ENDING, handle_here
+from slimectl.system.stdio import log_to_stderr
 
 
 @contextmanager

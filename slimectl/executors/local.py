@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from slimectl.data.streams import prefetch
 from slimectl.executors.time_limits import WARM_UP_S, Limited, overrun, wall_limit
 from slimectl.protocols import Serve
-from slimectl.transport.event_loop import run_coroutine
+from slimectl.system.event_loop import run_coroutine
 
 if TYPE_CHECKING:
     from slimectl.executors.rank_group import LocalRanks

@@ -29,7 +29,7 @@ from slimectl.executors.child_processes import (
 )
 from slimectl.executors.rank_process import LOCALHOST, ConnectionPipe, RankInfo, host_store, run_rank
 from slimectl.protocols import Serve
-from slimectl.transport.loopback import short_temporary_folders
+from slimectl.system.loopback import short_temporary_folders
 
 GRACE_S = 10.0
 """Seconds that ranks get to answer after another rank has failed, or to exit after a request to exit."""

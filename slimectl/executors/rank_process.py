@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimectl.errors import SlimectlError
 from slimectl.protocols import RankPipe, Serve
-from slimectl.transport.listening import interface
+from slimectl.system.listening import interface
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

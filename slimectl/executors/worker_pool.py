@@ -22,9 +22,8 @@ from typing import Any, NoReturn
 from slimectl.executors.child_processes import blocked_in_helpers, leave_to_parent
 from slimectl.executors.rank_process import picklable_error
 from slimectl.executors.time_limits import reset_signals
-from slimectl.stdio import log_to_stderr
-from slimectl.user_code import ENDING
-from slimectl.user_code.containment import exit_at_once
+from slimectl.plugins.containment import ENDING, exit_at_once
+from slimectl.system.stdio import log_to_stderr
 
 STOP_SIGNAL = signal.SIGUSR2
 """Signal with which the parent ends a worker. It is not SIGTERM, which a scheduler sends to all processes of a job."""

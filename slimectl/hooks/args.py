@@ -26,7 +26,9 @@ class FlatSettings:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        from slimectl.hooks.slime import flags  # imports the table of launch scripts, which only calls of hooks need
+        from slimectl.migrate import (
+            slime_flags as flags,  # imports the table of launch scripts, which only calls of hooks need
+        )
 
         settings = self._settings
         sections = {section: getattr(settings, section) for section in type(settings).model_fields}
@@ -49,7 +51,7 @@ class FlatSettings:
 
     def _main_loop(self, name: str, sections: dict[str, Any]) -> Any:
         """The value of slime's argument `name`, or of the one section of the main loop that has this key."""
-        from slimectl.hooks.slime import flags
+        from slimectl.migrate import slime_flags as flags
 
         section, _, key = flags.SETTINGS.get(name, "").partition(".")
         if section and hasattr(sections[section], key):

@@ -11,9 +11,9 @@ from typing import Any
 
 from slimectl.errors import HookError
 from slimectl.hooks import signatures
-from slimectl.hooks.slime.shapes import PARAMETERS
+from slimectl.migrate.slime_shapes import PARAMETERS
+from slimectl.plugins.callables import Hook, complete_path, load_callable, parameter_names
 from slimectl.settings import Settings
-from slimectl.user_code import Hook, complete_path, load_callable, parameter_names
 
 
 @dataclass(frozen=True)

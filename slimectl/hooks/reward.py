@@ -13,9 +13,9 @@ from slimectl.data.json_values import plain_reward
 from slimectl.errors import HookError
 from slimectl.hooks.args import FlatSettings
 from slimectl.hooks.registry import HOOKS
+from slimectl.plugins.containment import in_one_line
 from slimectl.settings import Settings
 from slimectl.types import Sample, detached_copy
-from slimectl.user_code import in_one_line
 
 SETTING = "score.custom_rm_path"
 COLUMNS = ("prompts", "completions", "queries")

@@ -20,8 +20,9 @@ from slimectl.hooks.args import FlatSettings
 from slimectl.hooks.generation_context import GenerationContext, generating
 from slimectl.hooks.logged_metrics import collected_metrics
 from slimectl.hooks.registry import HOOKS, hooks, required_hook
-from slimectl.hooks.slime.shapes import SamplingDict, as_groups, as_sample, filter_result, rollout_result
-from slimectl.hooks.slime.shapes import sampling_params as sampling_params_of
+from slimectl.migrate.slime_shapes import SamplingDict, as_groups, as_sample, filter_result, rollout_result
+from slimectl.migrate.slime_shapes import sampling_params as sampling_params_of
+from slimectl.plugins.callables import Hook
 from slimectl.protocols import Agent
 from slimectl.rewards.base import is_number
 from slimectl.settings import Settings
@@ -30,9 +31,8 @@ from slimectl.stages.in_flight import Group
 from slimectl.stages.prompt_groups import flatten
 from slimectl.stages.text_responses import GeneratedText, check_sample, fill_tokens
 from slimectl.stages.whole_rounds import GroupSource
-from slimectl.transport.event_loop import run_on
+from slimectl.system.event_loop import run_on
 from slimectl.types import Chat, Completion, Metrics, Prompt, Sample, SamplingParams, Status
-from slimectl.user_code import Hook
 
 SAMPLE, ALL = "rollout.sample_hook_path", "rollout.all_samples_process_path"
 GENERATE, FUNCTION = "rollout.custom_generate_function_path", "rollout.function_path"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from slimectl.data.prompt_dataset import PromptDataset
     from slimectl.hooks.args import FlatSettings
-    from slimectl.hooks.slime.shapes import SamplingDict
+    from slimectl.migrate.slime_shapes import SamplingDict
     from slimectl.protocols import WeightUpdateClient
 
 Group = list[Sample]

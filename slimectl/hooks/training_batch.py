@@ -13,12 +13,12 @@ from slimectl.data.json_values import kind_of, plain_numbers, plain_value
 from slimectl.errors import HookError
 from slimectl.hooks.args import FlatSettings
 from slimectl.hooks.registry import required_hook
-from slimectl.hooks.slime.shapes import sample_groups
+from slimectl.migrate.slime_shapes import sample_groups
+from slimectl.plugins.callables import Hook
 from slimectl.rewards.base import is_number
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
 from slimectl.types import Sample, Status, TrainingSample
-from slimectl.user_code import Hook
 
 FILTER, POSTPROCESS = "rollout.sample_filter_path", "rollout.data_postprocess_path"
 REWARDS, CONVERT = "score.custom_reward_post_process_path", "train.custom_convert_samples_to_train_data_path"

@@ -12,14 +12,14 @@ from slimectl.hooks import rollout, training_batch
 from slimectl.hooks.args import FlatSettings
 from slimectl.hooks.logged_metrics import collected_metrics
 from slimectl.hooks.registry import is_set, required_hook
-from slimectl.hooks.slime.shapes import Arrange, call_with_samples
 from slimectl.hooks.training_batch import LOSS, REDUCER, TIS
+from slimectl.migrate.slime_shapes import Arrange, call_with_samples
+from slimectl.plugins.callables import Hook
 from slimectl.protocols import Policy, PreStepHook
 from slimectl.settings import Settings
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Sample, Status, StepReport, TrainingSample
-from slimectl.user_code import Hook
 
 if TYPE_CHECKING:
     from slimectl.algorithms.losses import PolicyLoss

@@ -24,7 +24,7 @@ from slimectl.planner.parameters import (
 from slimectl.planner.search import USABLE, fitting
 from slimectl.planner.vision import VisionTower
 from slimectl.planner.workload import GIB, Figure, Recompute, Run, sized
-from slimectl.stdio import quantity
+from slimectl.system.stdio import quantity
 
 Suggestion = tuple[ParallelLayout, Recompute]
 

@@ -18,10 +18,10 @@ from slimectl.chats.model_tokens import template_ends, write_end_tokens
 from slimectl.chats.tokenizer import has_tokenizer, load_tokenizer
 from slimectl.checkpoints import hf
 from slimectl.errors import CheckpointError, SettingsError
-from slimectl.model_files import MAX_CONFIG_BYTES, TRAINER_STATE, check_file, read_json, trainer_folder
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.protocols import Weights
-from slimectl.stdio import logger
+from slimectl.system.model_files import MAX_CONFIG_BYTES, TRAINER_STATE, check_file, read_json, trainer_folder
+from slimectl.system.stdio import logger
 
 OPTIMIZER = "optimizer.safetensors"
 TRAINER = "trainer.json"

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from slimectl.architectures.lora import is_adapter, merged
 from slimectl.errors import CheckpointError
-from slimectl.model_files import MAX_CONFIG_BYTES, check_file, read_json
 from slimectl.policies.checkpoint import read_tensors, write_float32
+from slimectl.system.model_files import MAX_CONFIG_BYTES, check_file, read_json
 
 FOLDER = "adapter"
 """Subfolder for the adapter. In the folder of the merged weights, transformers would load it as the model."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, NoReturn
 
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 
 PAUSE_S = 1.0
 

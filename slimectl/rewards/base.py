@@ -12,7 +12,7 @@ from slimectl.errors import SettingsError
 from slimectl.types import Sample
 
 if TYPE_CHECKING:
-    from slimectl.transport.client import HttpClient
+    from slimectl.system.client import HttpClient
 
 SHOWN = 60
 """Maximum length of quoted text in explanations, in characters."""
@@ -128,7 +128,7 @@ class Verifier(ABC):
         """Grade the samples of one call."""
         if len(samples) == 1:
             return [self.explain(samples[0])]
-        from slimectl.transport.client import run_sync
+        from slimectl.system.client import run_sync
 
         return run_sync(lambda http: self.grade_async(samples, http))
 
@@ -146,7 +146,7 @@ class Remote(Verifier):
     async def grade_async(self, samples: Sequence[Sample], http: HttpClient) -> list[Grade]: ...
 
     def explain(self, sample: Sample) -> Grade:
-        from slimectl.transport.client import run_sync
+        from slimectl.system.client import run_sync
 
         return run_sync(lambda http: self.grade_async([sample], http))[0]
 

@@ -14,7 +14,7 @@ from slimectl.rewards.registry import verifier
 from slimectl.types import Sample
 
 if TYPE_CHECKING:
-    from slimectl.transport.client import HttpClient
+    from slimectl.system.client import HttpClient
 
 GSM8K = {"type": "numeric", "pattern": "####(.*)"}
 SEARCH = {"type": "exact", "source": "answer_tag", "ignore_case": True}

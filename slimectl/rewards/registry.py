@@ -12,13 +12,13 @@ from inspect import isabstract
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from slimectl.errors import BackendError, HookError, SettingsError
-from slimectl.registry import VERIFIERS
+from slimectl.plugins.registry import VERIFIERS
 from slimectl.rewards.base import Grade, Remote, Verifier, is_number, no_answer
 from slimectl.rewards.extraction import SOURCE_NAMES, find, missing, with_response
 from slimectl.types import Sample
 
 if TYPE_CHECKING:
-    from slimectl.transport.client import HttpClient
+    from slimectl.system.client import HttpClient
 
 
 LoadPart = Callable[[str, str], Verifier]

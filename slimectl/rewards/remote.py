@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from slimectl.errors import BackendError, SettingsError
-from slimectl.redaction import redact_text
 from slimectl.rewards.base import Grade, Remote, check_url, is_number
-from slimectl.transport.client import HttpClient, RetryPolicy
+from slimectl.system.client import HttpClient, RetryPolicy
+from slimectl.system.redaction import redact_text
 from slimectl.types import Sample
 
 

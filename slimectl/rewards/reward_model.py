@@ -16,12 +16,12 @@ from slimectl.chats.messages import content_text
 from slimectl.chats.template import Template
 from slimectl.chats.tokenizer import load_tokenizer
 from slimectl.errors import SettingsError, first_line
-from slimectl.model_files import check_model_files
 from slimectl.rewards.base import Grade, Verifier
+from slimectl.system.model_files import check_model_files
 from slimectl.types import Prompt, Sample
 
 if TYPE_CHECKING:
-    from slimectl.transport.client import HttpClient
+    from slimectl.system.client import HttpClient
 
 WHERE = "score.rm_options"
 LOADING_S = 120.0

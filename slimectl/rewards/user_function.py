@@ -14,7 +14,7 @@ from slimectl.rewards.base import Grade, Verifier
 from slimectl.types import Sample
 
 if TYPE_CHECKING:
-    from slimectl.transport.client import HttpClient
+    from slimectl.system.client import HttpClient
 
 
 class RewardFunction(Protocol):
@@ -81,7 +81,7 @@ class UserFunction(Verifier):
         return self.grade_all([sample])[0]
 
     def grade_all(self, samples: Sequence[Sample]) -> list[Grade]:
-        from slimectl.transport.client import run_sync
+        from slimectl.system.client import run_sync
 
         result = self.function.called(samples)
         if inspect.isawaitable(result):

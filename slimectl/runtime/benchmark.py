@@ -20,15 +20,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slimectl import builders, recipes, stdio
+from slimectl import recipes
 from slimectl.data.ownership import MANIFEST
 from slimectl.errors import EXIT_INTERRUPTED, DiedError, SettingsError, SlimectlError, Terminated
+from slimectl.plugins.containment import handle_here
+from slimectl.plugins.garbage import frozen_objects
 from slimectl.protocols import NoProgress
 from slimectl.recipes import benchmark
-from slimectl.registry.garbage import frozen_objects
+from slimectl.runtime import builders
 from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.stages.round_timer import EVALUATING
-from slimectl.user_code import handle_here
+from slimectl.system import stdio
 
 START = (
     "import sys; sys.path.insert(0, sys.argv[1]); from slimectl.runtime.benchmark import main; main(int(sys.argv[2]))"

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from slimectl import builders
 from slimectl.architectures import cards
 from slimectl.architectures.config import read_config, with_defaults
 from slimectl.errors import CheckpointError, SettingsError, SlimectlError, StorageError
@@ -20,9 +19,10 @@ from slimectl.planner.parameters import count
 from slimectl.planner.plan import PlannedModel, PlannedRun, model_of
 from slimectl.planner.search import USABLE
 from slimectl.planner.workload import Run, parameters, sized
+from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
-from slimectl.transport import shared_memory
+from slimectl.system import shared_memory
 
 ENGINE_SHARE = 0.85
 """Share of a GPU's memory that a server uses unless its arguments set it."""

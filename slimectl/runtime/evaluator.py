@@ -18,7 +18,7 @@ from slimectl.stages.train import TrainState
 from slimectl.types import Metrics, Sample
 
 if TYPE_CHECKING:
-    from slimectl.weight_sync.base import WeightSynchronizer
+    from slimectl.engines.weight_sync.base import WeightSynchronizer
 
 
 @dataclass

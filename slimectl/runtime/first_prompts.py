@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from slimectl import builders
 from slimectl.chats.model_tokens import end_tokens, unknown_token, unknown_tokens
 from slimectl.data.io import is_pipe
 from slimectl.errors import SettingsError, SlimectlError
+from slimectl.runtime import builders
 from slimectl.runtime.capacity import is_readable
 from slimectl.settings import Settings
 from slimectl.stages.grader import Grader
 from slimectl.stages.recorded_rounds import SampleFiles
 from slimectl.stages.score import grading_error
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 from slimectl.types import Prompt, Sample, Status
 
 ROWS = 8

@@ -10,15 +10,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from slimectl import builders
 from slimectl.data.atomic_replace import write_text
 from slimectl.data.io import is_pipe
 from slimectl.data.metrics_catalogue import is_evaluation_metric
 from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST
 from slimectl.data.run_dir import RunDir, write_folder
 from slimectl.errors import SettingsError
+from slimectl.plugins.garbage import collection_paused
 from slimectl.protocols import Policy
-from slimectl.registry.garbage import collection_paused
+from slimectl.runtime import builders
 from slimectl.runtime.capacity import configuration
 from slimectl.runtime.grace import RoundAbandoned
 from slimectl.runtime.recorder import RunRecorder
@@ -29,7 +29,7 @@ from slimectl.settings.needs import Need
 from slimectl.stages.hooks import Hooks
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.train import train
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 from slimectl.types import Prompt
 
 WARMUP_CHECK = 128

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slimectl.redaction import redact_text
+from slimectl.system.redaction import redact_text
 
 OPTIONAL = {
     "ray": ("ray", "--executor ray"),

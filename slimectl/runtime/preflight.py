@@ -7,13 +7,13 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from slimectl import builders
 from slimectl.data.io import is_pipe
 from slimectl.data.prompts import ordered_rows
 from slimectl.data.run_dir import RunDir
 from slimectl.data.source_identity import check_data
 from slimectl.errors import RecordError, SettingsError, SlimectlError, missing_library
 from slimectl.hooks import HOOKS, check_hooks, hooks
+from slimectl.runtime import builders
 from slimectl.runtime.capacity import configuration, disk, is_readable, memory, shape_of
 from slimectl.runtime.first_prompts import (
     check_grading,

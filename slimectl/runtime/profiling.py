@@ -10,7 +10,7 @@ from typing import Any
 from slimectl.data.atomic_replace import storage_errors
 from slimectl.errors import SlimectlError
 from slimectl.stages.round_timer import on_ranks
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 
 FOLDER = "profile"
 SNAPSHOT_EVENTS = 1_000_000

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slimectl import builders
 from slimectl.data.atomic_replace import storage_errors, write_text
 from slimectl.data.jsonl import write_samples
 from slimectl.data.metrics_catalogue import progress
@@ -17,8 +16,8 @@ from slimectl.data.records import sampler_state_from_json, sampler_state_to_json
 from slimectl.data.run_dir import RunDir
 from slimectl.data.source_identity import Identity
 from slimectl.errors import CheckpointError, SettingsError
-from slimectl.model_files import TRAINER_STATE
 from slimectl.protocols import Critic, Policy, Tracker
+from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.stages.best import Evaluations
 from slimectl.stages.hooks import NO_HOOKS, Hooks
@@ -26,7 +25,8 @@ from slimectl.stages.metrics import round_perf
 from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.signal import SignalCount
 from slimectl.stages.train import TrainState
-from slimectl.stdio import logger
+from slimectl.system.model_files import TRAINER_STATE
+from slimectl.system.stdio import logger
 from slimectl.types import Metrics, Sample, SamplerState, StepReport, TrainingSample
 
 

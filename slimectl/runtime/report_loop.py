@@ -7,10 +7,10 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from slimectl import builders
 from slimectl.data.run_dir import RunDir
 from slimectl.errors import SlimectlError
 from slimectl.protocols import Progress
+from slimectl.runtime import builders
 from slimectl.runtime.evaluator import Evaluator
 from slimectl.runtime.grace import GracePeriod, RoundAbandoned
 from slimectl.runtime.recorder import RunRecorder
@@ -22,7 +22,7 @@ from slimectl.stages.best import find_collapse
 from slimectl.stages.mismatch import LogProbCheck
 from slimectl.stages.signal import SignalCount
 from slimectl.stages.train import TrainState
-from slimectl.stdio import logger, quantity
+from slimectl.system.stdio import logger, quantity
 from slimectl.types import Sample, StepReport
 
 Reports = Generator[StepReport, None, bool]

@@ -8,21 +8,21 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimectl import builders
 from slimectl.data.io import is_pipe
 from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import NO_PROGRESS, Agent, Executor, Policy, Progress, RewardFn
+from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.stages.evaluate import answer_extractor, evaluate, resolve_dataset_settings, with_summary
 from slimectl.stages.rounds import sampled_rounds
-from slimectl.transport.event_loop import run_coroutine
+from slimectl.system.event_loop import run_coroutine
 from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from slimectl.engines.supervisor.server_pool import ServerPool
-    from slimectl.weight_sync.base import WeightSynchronizer
+    from slimectl.engines.weight_sync.base import WeightSynchronizer
 
 
 class RolloutWorker:

@@ -12,11 +12,11 @@ from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
-from slimectl import builders
 from slimectl.data.io import is_pipe, split_slice
 from slimectl.data.manifest import other_model
 from slimectl.errors import RecordError, SettingsError
 from slimectl.protocols import Executor
+from slimectl.runtime import builders
 from slimectl.runtime.initial_model import check_model, check_runnable, check_sources
 from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.settings import Settings
@@ -26,7 +26,7 @@ from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.stages.held_out import held_out_metrics
 from slimectl.stages.recorded_rounds import Numbered, SampleFiles, recorded_rounds, sample_batches
 from slimectl.stages.score import attach_log_probs, reward_number
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState, Status
 
 MakeRounds = Callable[[], Iterator[RolloutBatch]]

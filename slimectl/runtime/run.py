@@ -8,7 +8,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from slimectl import builders
 from slimectl.data.locks import Lock
 from slimectl.data.manifest import Manifest
 from slimectl.data.ownership import read_manifest
@@ -19,6 +18,7 @@ from slimectl.errors import DiedError, DivergedError
 from slimectl.hooks import check_hooks
 from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import NO_PROGRESS, Progress, StreamAbandoner
+from slimectl.runtime import builders
 from slimectl.runtime.evaluator import Evaluator
 from slimectl.runtime.grace import GracePeriod, RoundAbandoned
 from slimectl.runtime.recorder import RunRecorder
@@ -30,8 +30,8 @@ from slimectl.settings.keys import settings_toml
 from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.stages.run import run
 from slimectl.stages.train import TrainState
-from slimectl.stdio import log_to_file, logger, quantity
-from slimectl.transport.shared_memory import remove_orphans
+from slimectl.system.shared_memory import remove_orphans
+from slimectl.system.stdio import log_to_file, logger, quantity
 
 
 class TrainingRun:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slimectl import builders
+from slimectl.plugins.garbage import collection_paused, frozen_objects
 from slimectl.protocols import Executor, Progress
-from slimectl.registry.garbage import collection_paused, frozen_objects
+from slimectl.runtime import builders
 from slimectl.runtime.initial_model import SftWarmup, prepare_model
 from slimectl.runtime.process_memory import keep_freed_memory
 from slimectl.runtime.profiling import RoundProfiler
@@ -21,7 +21,7 @@ from slimectl.runtime.rounds import RecordedRounds, SampledRounds
 from slimectl.stages.train import TrainState
 
 if TYPE_CHECKING:
-    from slimectl.weight_sync.base import WeightSynchronizer
+    from slimectl.engines.weight_sync.base import WeightSynchronizer
 
 
 @dataclass(frozen=True)

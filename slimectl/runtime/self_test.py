@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from slimectl import builders
 from slimectl.data.hashing import tensor_checksum
 from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import Policy
+from slimectl.runtime import builders
 from slimectl.runtime.machine import CheckResult
 from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.settings import Settings

@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slimectl import builders
 from slimectl.architectures import cards
 from slimectl.architectures.config import with_defaults
 from slimectl.data.run_dir import write_folder
 from slimectl.errors import SlimectlError
+from slimectl.runtime import builders
 from slimectl.runtime.capacity import configuration
 from slimectl.settings import Settings
 from slimectl.settings.evaluate import Dataset

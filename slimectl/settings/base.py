@@ -9,9 +9,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from slimectl.errors import BackendError
-from slimectl.redaction import redact
-from slimectl.registry import ENGINES, EXECUTORS, POLICIES, TRACKERS, Registry
+from slimectl.plugins.registry import ENGINES, EXECUTORS, POLICIES, TRACKERS, Registry
 from slimectl.settings import aliases
+from slimectl.system.redaction import redact
 
 PositiveInt = Annotated[int, Field(ge=1)]
 RepetitionPenalty = Annotated[float, Field(gt=0, le=2)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slimectl.registry import ENGINES
+from slimectl.plugins.registry import ENGINES
 from slimectl.settings.cluster import nodes_of
 from slimectl.settings.effects import ineffective
 from slimectl.settings.evaluate import EvalSettings

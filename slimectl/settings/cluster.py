@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slimectl.registry import EXECUTORS
+from slimectl.plugins.registry import EXECUTORS
 from slimectl.settings.base import PositiveInt, Section, registered_in
 
 

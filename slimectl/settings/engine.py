@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from slimectl.registry import ENGINES
+from slimectl.plugins.registry import ENGINES
 from slimectl.settings.base import PositiveInt, Section, Texts, registered_in
 from slimectl.settings.secret import Key
 

@@ -8,12 +8,12 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from slimectl.redaction import redact
 from slimectl.settings import aliases
 from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.base import section_class
 from slimectl.settings.rollout_algorithms import Grpo
 from slimectl.settings.root import Settings
+from slimectl.system.redaction import redact
 
 DEFAULT_ALGORITHM: str = Grpo.model_fields["name"].default
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.errors import SettingsError
-from slimectl.redaction import MASK, is_secret_name
 from slimectl.settings import aliases
 from slimectl.settings.base import section_names
 from slimectl.settings.keys import setting_names, suggestion
 from slimectl.settings.root import Settings
-from slimectl.stdio import LOG_LEVEL
+from slimectl.system.redaction import MASK, is_secret_name
+from slimectl.system.stdio import LOG_LEVEL
 
 PREFIX = "SLIMECTL_"
 SERVICE_LINK = re.compile(

@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from slimectl.errors import SettingsError
-from slimectl.redaction import is_secret_name, redact
 from slimectl.settings import aliases
 from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.base import UNKNOWN_PART, section_class, selected_parts
@@ -18,6 +17,7 @@ from slimectl.settings.effects import superseded
 from slimectl.settings.keys import DEFAULT_ALGORITHM, flat, keys_of, sections, setting_names, suggestion
 from slimectl.settings.layers import Layer, Values, merge
 from slimectl.settings.root import Settings
+from slimectl.system.redaction import is_secret_name, redact
 
 
 @dataclass(frozen=True)

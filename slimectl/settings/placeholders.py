@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from slimectl.errors import SettingsError
-from slimectl.redaction import is_reference
+from slimectl.system.redaction import is_reference
 
 if TYPE_CHECKING:
     from slimectl.settings.root import Settings

@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from slimectl.redaction import REFERENCES
 from slimectl.settings.base import Texts
 from slimectl.settings.needs import AlgorithmSection, Baseline, Need, Reduction, TeacherOptions
+from slimectl.system.redaction import REFERENCES
 
 
 class PolicyGradient(AlgorithmSection):

@@ -6,8 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from slimectl.redaction import remember, secrets_in
-from slimectl.registry import ENGINES
+from slimectl.plugins.registry import ENGINES
 from slimectl.settings.algorithm import AlgorithmSettings
 from slimectl.settings.base import Section
 from slimectl.settings.cluster import ClusterSettings, SyncSettings
@@ -18,6 +17,7 @@ from slimectl.settings.rollout_algorithms import Grpo
 from slimectl.settings.run import CustomSettings, RunSettings, SftWarmupSettings, TrackSettings
 from slimectl.settings.score import ScoreSettings
 from slimectl.settings.train import Granularity, MegatronSettings, RecomputeModule, TrainSettings
+from slimectl.system.redaction import remember, secrets_in
 
 SectionType = TypeVar("SectionType", bound=BaseModel)
 

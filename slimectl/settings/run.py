@@ -7,10 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from slimectl.redaction import is_reference
-from slimectl.registry import TRACKERS
+from slimectl.plugins.registry import TRACKERS
 from slimectl.settings.base import ListOfTexts, PositiveInt, Section, Texts, registered_in
 from slimectl.settings.secret import Key
+from slimectl.system.redaction import is_reference
 
 TrackerName = Annotated[str, *registered_in(TRACKERS)]
 OWN_TRACKERS = ("stdout", "jsonl")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, SecretStr
 
 from slimectl.errors import SettingsError
-from slimectl.redaction import MASK, is_reference, masked_names, remember
+from slimectl.system.redaction import MASK, is_reference, masked_names, remember
 
 if TYPE_CHECKING:
     from slimectl.settings.score import ScoreSettings

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from slimectl.errors import SettingsError
-from slimectl.registry import POLICIES
+from slimectl.plugins.registry import POLICIES
 from slimectl.settings.base import ListOfTexts, PositiveInt, Section, Texts, registered_in
 
 NonNegative = Annotated[float, Field(ge=0)]

@@ -15,7 +15,7 @@ from slimectl.rewards import Grade
 from slimectl.settings.score import ScoreSettings
 from slimectl.stages.grader import BatchedReward, as_batched, worker_count
 from slimectl.stages.score import reward_number
-from slimectl.stdio import quantity
+from slimectl.system.stdio import quantity
 from slimectl.types import Sample
 
 Bounds = Callable[[Sample], "tuple[float, float] | None"]

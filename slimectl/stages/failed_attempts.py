@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from slimectl.errors import SlimectlError
 from slimectl.settings.checks import OF_ATTEMPTS
 from slimectl.settings.rollout import RolloutSettings
-from slimectl.stdio import logger, quantity
+from slimectl.system.stdio import logger, quantity
 from slimectl.types import Sample, Status
 
 

@@ -20,13 +20,13 @@ from slimectl.data.images import images_of
 from slimectl.data.routed_experts import Routing, extended, set_routing
 from slimectl.errors import HookError, RecordError, SettingsError, SlimectlError
 from slimectl.protocols import Agent, Engine, OnTokens, SampleHook
-from slimectl.redaction import redact_text
 from slimectl.rewards.thoughts import OPENED, opened_by
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.failed_attempts import warn_of_failure
 from slimectl.stages.long_prompts import drop_long, prompt_excess
 from slimectl.stages.text_responses import fill_tokens
 from slimectl.stages.tool_timeout import BlockedLoopWatchdog, ToolTimeout
+from slimectl.system.redaction import redact_text
 from slimectl.types import (
     FINISHED,
     VERSION_SPANS,

@@ -27,7 +27,7 @@ from slimectl.rewards import (
 from slimectl.settings import Settings
 from slimectl.settings.score import ScoreSettings
 from slimectl.settings.secret import revealed_score
-from slimectl.transport.client import HttpClient
+from slimectl.system.client import HttpClient
 from slimectl.types import Sample, Status
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from slimectl.protocols import Executor
 from slimectl.settings.score import ScoreSettings
 from slimectl.stages.grader import BatchedReward, default_workers
-from slimectl.transport.client import HttpClient
+from slimectl.system.client import HttpClient
 from slimectl.types import Sample
 
 CallResult = tuple[list[Sample], list[Any] | BaseException]

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from slimectl.stages.generation import GroupGenerator
-from slimectl.transport.event_loop import run_on
+from slimectl.system.event_loop import run_on
 from slimectl.types import Prompt, Sample
 
 Group = list[Sample]

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from slimectl.errors import RecordError
 from slimectl.settings.rollout import RolloutSettings
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 from slimectl.types import Prompt, Sample
 
 Item = TypeVar("Item")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from slimectl.errors import SlimectlError
 from slimectl.settings import Settings
 from slimectl.settings.checks import off_policy_penalties
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 from slimectl.types import StepReport
 
 METRIC, STALENESS = "train/train_rollout_logprob_abs_diff", "rollout/staleness/max"

@@ -11,13 +11,14 @@ from typing import Any
 from slimectl.data.json_values import kind_of, plain_sample, plain_value
 from slimectl.data.prompt_dataset import restored
 from slimectl.errors import HookError
+from slimectl.plugins.callables import Hook
+from slimectl.plugins.containment import converted
 from slimectl.stages.generation import GroupGenerator
 from slimectl.stages.in_flight import Group, InFlightGroups
 from slimectl.stages.long_prompts import MOST_IN_A_ROW, all_too_long, name_dropped, prompt_excess
 from slimectl.stages.text_responses import prompt_of
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 from slimectl.types import Prompt, Sample, SamplerState, Status
-from slimectl.user_code import Hook, converted
 
 SOURCE = "rollout.data_source_path"
 

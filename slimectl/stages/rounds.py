@@ -22,7 +22,7 @@ from slimectl.stages.rollout import most_in_flight
 from slimectl.stages.round_timer import Clock, RoundTimer
 from slimectl.stages.score import report_grading, score
 from slimectl.stages.whole_rounds import whole_rounds
-from slimectl.stdio import quantity
+from slimectl.system.stdio import quantity
 from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
 
 MAX_DROPPED_ROUNDS = 64

@@ -9,15 +9,16 @@ from slimectl.data.images import images_of
 from slimectl.data.json_values import NONE_REMEDY, kind_of
 from slimectl.data.streams import batched
 from slimectl.errors import HookError, RecordError, SlimectlError
+from slimectl.plugins.callables import error_location
+from slimectl.plugins.containment import in_one_line
 from slimectl.protocols import Executor, LogProbModel
 from slimectl.rewards import Grade
 from slimectl.rewards.base import is_number
 from slimectl.settings.score import ScoreSettings
 from slimectl.stages.grader import Grader, as_batched
 from slimectl.stages.grading_calls import GradingCalls
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 from slimectl.types import Sample, Status, TrainingSample
-from slimectl.user_code import error_location, in_one_line
 
 BATCH = 64
 """Samples per forward pass of the model."""

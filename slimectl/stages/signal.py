@@ -8,7 +8,7 @@ from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
 from slimectl.stages.hooks import Hooks
-from slimectl.stdio import quantity
+from slimectl.system.stdio import quantity
 from slimectl.types import Status
 
 NO_SIGNAL = "rollout/no_signal"

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 
 TICKS = 20
 """Number of checks per time limit."""

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from slimectl.errors import BackendError, SettingsError, SlimectlError
 from slimectl.protocols import NO_PROGRESS, Progress, Tracker
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 from slimectl.types import TableRow
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.data.metrics_catalogue import axis_of
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 from slimectl.trackers.base import first_line
 
 Point = tuple[str, float, float | None]

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from slimectl.errors import BackendError, MissingExtraError
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 from slimectl.trackers.base import TrackedRun, first_line
 from slimectl.types import TableRow
 

@@ -10,7 +10,7 @@ from typing import TextIO
 from slimectl.chats.messages import content_text
 from slimectl.data.metrics_catalogue import is_supervised
 from slimectl.protocols import Progress, Tracker
-from slimectl.stdio import FILES_ONLY, logger, quantity, say
+from slimectl.system.stdio import FILES_ONLY, logger, quantity, say
 from slimectl.trackers.base import TrackedRun
 from slimectl.types import TableRow
 

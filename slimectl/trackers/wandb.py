@@ -12,7 +12,7 @@ from typing import Any
 
 from slimectl.data.metrics_catalogue import axis_of
 from slimectl.errors import MissingExtraError
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 from slimectl.trackers.arguments import Accepted, fields, parameters
 from slimectl.trackers.base import Identity, TrackedRun, first_line, is_offline, starting
 from slimectl.trackers.history import History, log_records, points_of

@@ -21,7 +21,7 @@ from agents.sessions import ScriptedEngine, merging_tokenizer
 from slimectl.agents.command import TICK_S, CommandAgent, CommandOptions, reward_line
 from slimectl.agents.process import AgentProcess, Ending
 from slimectl.errors import HookError
-from slimectl.redaction import MASK
+from slimectl.system.redaction import MASK
 from slimectl.types import Completion, Sample, SamplingParams, Status
 
 CLIENT = """

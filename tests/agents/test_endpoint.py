@@ -15,7 +15,7 @@ from agents.sessions import ScriptedEngine, call_text, merging_tokenizer, sessio
 from slimectl.agents.endpoint import SessionServer
 from slimectl.agents.session import Session, SessionLimits
 from slimectl.errors import SettingsError
-from slimectl.transport.client import Background
+from slimectl.system.client import Background
 from slimectl.types import Completion, SamplingParams
 
 TEXTS = ["the sum", "let me add" + call_text(a=3), "seven"]

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-from slimectl.api.logging import configure_logger, init_tracking, log
-from slimectl.slime.arguments import parse_args
+from slimectl.runtime.tracking_functions import configure_logger, init_tracking, log
+from slimectl.migrate.slime.arguments import parse_args
 
 args = parse_args()
 configure_logger()
@@ -32,7 +32,7 @@ def program(folder: Path, code: str, *words: str) -> tuple[str, str]:
 def test_messages_have_time_prefix_and_place_and_only_the_first_call_counts(tmp_path: Path) -> None:
     code = """
 import logging
-from slimectl.api.logging import configure_logger
+from slimectl.runtime.tracking_functions import configure_logger
 configure_logger(" 50%")
 configure_logger(" second")
 logging.getLogger("mine").info("ready")

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from workshop import set_up
 
-from slimectl import Settings, builders, convert, evaluate, load_settings, prompts, rollout, run, score, train
-from slimectl.builders.servers import start_engines
+from slimectl import Settings, convert, evaluate, load_settings, prompts, rollout, run, score, train
 from slimectl.data.run_dir import RunDir
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.policies.megatron import parallel
+from slimectl.runtime import builders
+from slimectl.runtime.builders.servers import start_engines
 from slimectl.runtime.initial_model import prepare_model
 
 NO_EVAL = {"eval.data": {}, "eval.interval": None}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from slimectl.algorithms.packing import BatchingOptions
-from slimectl.builders.policies import policy, round_timer
-from slimectl.builders.trainers import Packing, policy_backend
+from slimectl.runtime.builders.policies import policy, round_timer
+from slimectl.runtime.builders.trainers import Packing, policy_backend
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
 from slimectl.types import TrainingSample

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from slimectl import builders
-from slimectl.builders.models import version_of
 from slimectl.checkpoints.create import byte_tokenizer
 from slimectl.cli import inspect_views
 from slimectl.data.template_check import check_template
 from slimectl.errors import CheckpointError
 from slimectl.policies.fsdp.model import empty_model
+from slimectl.runtime import builders
+from slimectl.runtime.builders.models import version_of
 from slimectl.settings import Settings
 
 ModelDir = Callable[[str], Path]

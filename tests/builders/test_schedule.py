@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slimectl import builders
+from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.stages.train import train
 from slimectl.types import Sample, Status

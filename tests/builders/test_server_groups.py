@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from slimectl.builders.executors import placement
-from slimectl.builders.servers import _router_policy, _server, _specs
 from slimectl.engines.sglang.disaggregation import check_transfer
 from slimectl.errors import BackendError, SettingsError
+from slimectl.runtime.builders.executors import placement
+from slimectl.runtime.builders.servers import _router_policy, _server, _specs
 from slimectl.settings.layers import Layer
 from slimectl.settings.loading import resolve
 

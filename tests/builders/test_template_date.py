@@ -9,8 +9,8 @@ import pytest
 from chat_families.families import build_model
 
 from slimectl import load_settings
-from slimectl.builders import with_template_date
 from slimectl.errors import SettingsError
+from slimectl.runtime.builders import with_template_date
 
 
 def test_a_date_that_is_printed_is_pinned(tmp_path: Path):

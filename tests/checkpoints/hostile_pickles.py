@@ -41,7 +41,7 @@ NAMES = (
     ("shutil", "rmtree"), ("codecs", "decode"), ("ctypes", "CDLL"), ("multiprocessing.util", "spawnv_passfds"),
     ("pdb", "run"), ("runpy", "run_path"), ("timeit", "timeit"), ("logging.config", "dictConfig"),
     ("numpy.testing._private.utils", "runstring"), ("copyreg", "_reconstructor"), ("copyreg", "__newobj__"),
-    ("slimectl.user_code.callables", "load"), ("transformers.dynamic_module_utils", "get_class_from_dynamic_module"),
+    ("slimectl.plugins.callables", "load"), ("transformers.dynamic_module_utils", "get_class_from_dynamic_module"),
     ("torch.distributed.checkpoint.filesystem", "FileSystemWriter"), ("torch.distributed.checkpoint", "os"),
     ("torch.distributed.checkpoint.metadata", "Enum"), ("torch.distributed.checkpoint.staging", "Popen"),
 )  # fmt: skip

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError
 from slimectl.types import ConvertOptions
 

@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from slimectl.builders import model_folder
+from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
-from slimectl.conversions import convert_checkpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.errors import SlimectlError
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.runtime.builders import model_folder
 from slimectl.types import ConvertOptions, SamplingParams, TrainingSample
 
 ModelDir = Callable[[str], Path]

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.hf import HFCheckpoint, write_hf
 from slimectl.checkpoints.hf_weights import HFWeights
-from slimectl.conversions import convert_checkpoint
 from slimectl.data.manifest import integrity_error
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.protocols import NoProgress
@@ -164,7 +164,7 @@ def test_killed_conversion_is_taken_up_where_it_was(tmp_path: Path, model_dir: M
     """Killed in the middle of nine shards, when three or more have their names; what is there is not read again."""
     program = (
         "import os, signal, sys, time; from pathlib import Path\n"
-        "from slimectl.conversions import convert_checkpoint\n"
+        "from slimectl.checkpoints.conversion import convert_checkpoint\n"
         "from slimectl.protocols import NoProgress\n"
         "from slimectl.types import ConvertOptions\n"
         "target = Path(sys.argv[2])\n"
@@ -213,7 +213,7 @@ def test_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path: Path, model_d
     program = (
         "import resource, signal, sys; from pathlib import Path; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
-        "from slimectl.conversions import convert_checkpoint\n"
+        "from slimectl.checkpoints.conversion import convert_checkpoint\n"
         "from slimectl.errors import StorageError\n"
         "try: convert_checkpoint(sys.argv[1], Path(sys.argv[2]))\n"
         "except StorageError as error: print(error)\n"

@@ -11,8 +11,8 @@ import numpy
 import pytest
 import torch
 
+from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.gguf import GGUFFile
-from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError
 from slimectl.types import ConvertOptions
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slimectl.conversions.sources import resolve_source
+from slimectl.checkpoints.conversion.sources import resolve_source
 from slimectl.errors import BackendError, CheckpointError, SettingsError
 
 

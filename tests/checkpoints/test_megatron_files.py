@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.hf_weights import HFWeights
-from slimectl.conversions import convert_checkpoint
 from slimectl.types import ConvertOptions
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'slimectl[megatron]'")

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from vision_models import vision_model
 
+from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.quantization import Fp8Blocks, Int4Groups
-from slimectl.conversions import convert_checkpoint
 from slimectl.errors import CheckpointError
 from slimectl.types import ConvertOptions
 

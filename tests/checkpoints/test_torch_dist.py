@@ -17,12 +17,12 @@ from torch import Tensor
 from vision_models import CONFIGS as VISION_CONFIGS
 from vision_models import vision_model
 
+from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.safetensors_io import TensorMemory
 from slimectl.checkpoints.torch_dist.archive import load_tensor
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.checkpoints.torch_dist.reader import TorchDistReader
 from slimectl.checkpoints.torch_dist.writer import Chunk, write_torch_dist
-from slimectl.conversions import convert_checkpoint
 from slimectl.types import ConvertOptions
 
 ModelDir = Callable[[str], Path]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from workshop import Workshop
 
-from slimectl.api.models import ChatModel
+from slimectl.runtime.model_functions import ChatModel
 from slimectl.settings import Settings
 
 GREEDY = ("--temperature", "0", "-s", "rollout.ignore_eos=true")

@@ -11,7 +11,7 @@ from workshop import Workshop
 
 from slimectl.cli.app import app
 from slimectl.cli.chat_text import messages_text
-from slimectl.viewer.conversation import conversation, prompt_messages, response_turns
+from slimectl.cli.viewer.conversation import conversation, prompt_messages, response_turns
 
 TURNS = "4<|im_end|>\n", "<|im_start|>user\nRight. 3+3?<|im_end|>\n<|im_start|>assistant\n", "6<|im_end|>\n"
 """What the policy wrote, what the template and the user added, and what the policy wrote then, a token a character."""

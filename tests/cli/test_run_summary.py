@@ -13,8 +13,8 @@ from slimectl.cli.app import app
 from slimectl.cli.run import curve
 from slimectl.cli.run_summary import changed_settings, warnings
 from slimectl.cli.terminal import shortened, sparkline
+from slimectl.cli.viewer.library import Library
 from slimectl.data.run_dir import RunDir
-from slimectl.viewer.library import Library
 
 SETTINGS = """
 [model]

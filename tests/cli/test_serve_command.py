@@ -19,11 +19,11 @@ import forkserver
 import pytest
 from forkserver import ForkedProcess
 
-from slimectl import builders
-from slimectl.builders import serving
 from slimectl.engines.api_keys import ServerKeys
 from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.errors import BackendError
+from slimectl.runtime import builders
+from slimectl.runtime.builders import serving
 from slimectl.settings import Settings
 
 Start = Callable[..., ForkedProcess]

@@ -29,7 +29,7 @@ from executor_cases import (
 
 from slimectl.errors import DiedError
 from slimectl.executors.local import LocalExecutor
-from slimectl.user_code import error_location
+from slimectl.plugins.callables import error_location
 
 
 def on_ray(logs: Path, request: pytest.FixtureRequest) -> Any:

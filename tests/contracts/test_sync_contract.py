@@ -17,12 +17,18 @@ import serving
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from slimectl import builders
 from slimectl.algorithms.losses import SftLoss
 from slimectl.checkpoints.hf import HFCheckpoint, write_model
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.http.weight_client import HttpWorkers
 from slimectl.engines.supervisor.server_process import ServerProcess
+from slimectl.engines.weight_sync import distributed, memory
+from slimectl.engines.weight_sync.base import InProcessSync, WeightSyncBase
+from slimectl.engines.weight_sync.delta import DeltaSync
+from slimectl.engines.weight_sync.disk import DiskSync
+from slimectl.engines.weight_sync.distributed import DistributedSync
+from slimectl.engines.weight_sync.memory import TensorSync
+from slimectl.engines.weight_sync.verify import VerifiedSync
 from slimectl.errors import BackendError
 from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpPolicy
@@ -30,15 +36,9 @@ from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.protocols import NamedTensors, Policy
+from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.types import Completion, SamplingParams, TrainingSample
-from slimectl.weight_sync import distributed, memory
-from slimectl.weight_sync.base import InProcessSync, WeightSyncBase
-from slimectl.weight_sync.delta import DeltaSync
-from slimectl.weight_sync.disk import DiskSync
-from slimectl.weight_sync.distributed import DistributedSync
-from slimectl.weight_sync.memory import TensorSync
-from slimectl.weight_sync.verify import VerifiedSync
 
 PROMPT = list(b"once upon a time")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

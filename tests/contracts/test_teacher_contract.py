@@ -13,11 +13,11 @@ import serving
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from slimectl import builders
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.http.log_prob_client import RemoteLogProbModel
 from slimectl.errors import BackendError, SettingsError
 from slimectl.executors.local import LocalExecutor
+from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.stages.score import attach_log_probs
 from slimectl.stages.train import train

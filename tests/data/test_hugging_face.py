@@ -9,11 +9,11 @@ import huggingface_hub
 import pyarrow
 import pytest
 
-from slimectl.builders import model_folder, source_of
 from slimectl.data.columns import PromptOptions
 from slimectl.data.hugging_face import snapshot
 from slimectl.data.prompts import open_prompts
 from slimectl.errors import CheckpointError, RecordError, SettingsError
+from slimectl.runtime.builders import model_folder, source_of
 
 TABLE = pyarrow.Table.from_pylist([{"question": f"{i}+1?", "answer": str(i + 1)} for i in range(3)])
 EXPECTED = [("0+1?", "1"), ("1+1?", "2"), ("2+1?", "3")]

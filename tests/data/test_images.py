@@ -18,8 +18,6 @@ import numpy as np
 import pytest
 from vision_models import CONFIGS, IMAGE, image_file, vision_model
 
-from slimectl import builders
-from slimectl.builders import models
 from slimectl.data.chat import render
 from slimectl.data.columns import PromptOptions
 from slimectl.data.images import images_of, processor_of, read_image, thumbnail
@@ -27,6 +25,8 @@ from slimectl.data.jsonl import read_samples, write_samples
 from slimectl.data.prompts import open_prompts
 from slimectl.data.supervised import sft_sample
 from slimectl.errors import CheckpointError, RecordError
+from slimectl.runtime import builders
+from slimectl.runtime.builders import models
 from slimectl.settings import Settings
 from slimectl.stages.recorded_rounds import SampleFiles
 from slimectl.types import Prompt, Sample

@@ -13,18 +13,18 @@ import torch
 from chat_families.families import FAMILIES
 from chat_families.families import tokenizer as tokenizer_of
 
-from slimectl import builders
 from slimectl.chats.model_tokens import end_tokens, missing_ends, write_end_tokens
 from slimectl.data.jsonl import read_samples
 from slimectl.data.preferences import Preference
 from slimectl.data.supervised import sft_sample, stop_tokens
 from slimectl.errors import RecordError
-from slimectl.model_files import end_token_ids
 from slimectl.policies.checkpoint import copy_companions
+from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.preferences import preferred
 from slimectl.stages.rollout import demonstrations, rollout
+from slimectl.system.model_files import end_token_ids
 from slimectl.types import Prompt
 
 END, IM_END = 256, 258  # <|end|> and <|im_end|> behind the 256 bytes

@@ -13,8 +13,8 @@ import pytest
 from slimectl.data.manifest import integrity_error
 from slimectl.data.ownership import own_run_files
 from slimectl.data.run_dir import RunDir, write_folder
+from slimectl.engines.weight_sync.disk import write_checkpoint
 from slimectl.errors import CheckpointError, SettingsError
-from slimectl.weight_sync.disk import write_checkpoint
 
 RECORD = '{"step": 1, "metrics": {}}\n'
 

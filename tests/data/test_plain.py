@@ -12,8 +12,8 @@ import numpy
 import pytest
 import torch
 
-from slimectl import builders
 from slimectl.data.json_values import kind_of, plain_reward
+from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.types import Sample, detached_copy, json_copy
 

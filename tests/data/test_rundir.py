@@ -15,7 +15,7 @@ from slimectl.data.manifest import integrity_error
 from slimectl.data.ownership import refuse_links
 from slimectl.data.run_dir import RunDir, write_folder
 from slimectl.errors import CheckpointError, SettingsError, StorageError
-from slimectl.model_files import follow_links, linked_step, policy_folder
+from slimectl.system.model_files import follow_links, linked_step, policy_folder
 
 
 def fill(staged: Path) -> None:

@@ -15,9 +15,9 @@ import torch
 from workshop import Workshop
 
 from slimectl.data.jsonl import read_samples
-from slimectl.data.slime_dumps import slime_samples
 from slimectl.errors import RecordError
-from slimectl.sandbox.torch_file import Reader, plain
+from slimectl.migrate.slime_dumps import slime_samples
+from slimectl.migrate.torch_file import Reader, plain
 from slimectl.types import Status
 
 

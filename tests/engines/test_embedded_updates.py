@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoTokenizer
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.data.hashing import tensor_checksum
 from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.weight_sync.delta import write_delta
+from slimectl.engines.weight_sync.delta_format import DeltaFile, Versions
 from slimectl.errors import BackendError, CheckpointError
 from slimectl.types import Completion, SamplingParams
-from slimectl.weight_sync.delta import write_delta
-from slimectl.weight_sync.delta_format import DeltaFile, Versions
 
 Make = Callable[..., EmbeddedEngine]
 Tensors = dict[str, torch.Tensor]

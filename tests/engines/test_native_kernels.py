@@ -15,7 +15,7 @@ from slimectl.engines.embedded.linear import Linear
 from slimectl.engines.embedded.native import SOURCE, Kernels, SpanTable, load_kernels
 from slimectl.engines.embedded.prefix_tree import CachedSpan
 from slimectl.engines.embedded.weights import Weights
-from slimectl.native import compiler
+from slimectl.system import compiler
 from slimectl.types import SamplingParams
 
 CPU = torch.device("cpu")

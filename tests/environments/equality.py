@@ -14,7 +14,7 @@ from typing import Any
 from agents.sessions import call_text, merging_tokenizer
 from environments.own_runners import answer_of
 
-from slimectl.environments.agent import EnvironmentAgent, EnvironmentOptions, specification_of
+from slimectl.agents.environments.agent import EnvironmentAgent, EnvironmentOptions, specification_of
 from slimectl.types import Completion, Sample, SamplingParams
 
 HERE = Path(__file__).parent

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slimectl.environments.port import Action, Environment, Observation, Task
+from slimectl.agents.environments.port import Action, Environment, Observation, Task
 
 
 class Guess(Environment):

@@ -14,8 +14,8 @@ import pytest
 from agents.sessions import ScriptedEngine, call_text, merging_tokenizer
 from environments.equality import CASES, own_rewards, python_of, rewards_of
 
-from slimectl.environments.agent import EnvironmentAgent, EnvironmentOptions, specification_of
-from slimectl.environments.episode import EnvironmentHost
+from slimectl.agents.environments.agent import EnvironmentAgent, EnvironmentOptions, specification_of
+from slimectl.agents.environments.episode import EnvironmentHost
 from slimectl.errors import SlimectlError
 from slimectl.types import Sample, SamplingParams
 

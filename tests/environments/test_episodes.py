@@ -17,13 +17,13 @@ import psutil
 import pytest
 from agents.sessions import ScriptedEngine, call_text, merging_tokenizer
 
-from slimectl.api.stages import load_settings
-from slimectl.builders.data import prompts
-from slimectl.environments.agent import EnvironmentAgent, EnvironmentOptions, specification_of
-from slimectl.environments.episode import EnvironmentHost, OutputTail
-from slimectl.environments.port import EVALUATION_SEEDS
-from slimectl.environments.verifiers import _check_version
+from slimectl.agents.environments.agent import EnvironmentAgent, EnvironmentOptions, specification_of
+from slimectl.agents.environments.episode import EnvironmentHost, OutputTail
+from slimectl.agents.environments.port import EVALUATION_SEEDS
+from slimectl.agents.environments.verifiers import _check_version
 from slimectl.errors import BackendError, RecordError, SettingsError, SlimectlError
+from slimectl.runtime.builders.data import prompts
+from slimectl.runtime.stage_functions import load_settings
 from slimectl.types import Sample, SamplingParams, Status
 
 GAMES = str(Path(__file__).parent / "games.py")
@@ -178,8 +178,8 @@ def test_the_end_of_an_output_is_all_that_was_written_by_now():
 def test_a_host_ends_with_its_process_and_leaves_no_files(play: Play, tmp_path: Path):
     lines = f"""
     import sys, os, signal
-    from slimectl.environments.agent import specification_of
-    from slimectl.environments.episode import EnvironmentHost
+    from slimectl.agents.environments.agent import specification_of
+    from slimectl.agents.environments.episode import EnvironmentHost
     host = EnvironmentHost(specification_of("python:{GAMES}:Guess", {{}}))
     host.description()
     print(host._process.pid, flush=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from slimectl.environments.harbor import SHOWN, Harbor, UnsupportedTask, read_dockerfile, shown
-from slimectl.environments.port import Action, Observation, Task
+from slimectl.agents.environments.harbor import SHOWN, Harbor, UnsupportedTask, read_dockerfile, shown
+from slimectl.agents.environments.port import Action, Observation, Task
 from slimectl.sandbox.shell import Result
 
 DOCKERFILE = """

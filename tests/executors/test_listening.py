@@ -10,10 +10,10 @@ from typing import Any
 
 from executors.listeners import listen_addresses
 
+from slimectl.engines.weight_sync.distributed import _host_store
 from slimectl.executors.local import LocalExecutor
 from slimectl.executors.rank_process import host_store
 from slimectl.protocols import RankPipe
-from slimectl.weight_sync.distributed import _host_store
 
 
 def _serve(build: Callable[[], Any], pipe: RankPipe) -> None:

@@ -19,7 +19,7 @@ import pytest
 from slimectl.errors import HookError
 from slimectl.executors import worker_pool
 from slimectl.executors.worker_pool import WorkerDiedError, WorkerPool, WorkerStuckError
-from slimectl.user_code import converted
+from slimectl.plugins.containment import converted
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoTokenizer
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded import prefix_tree
 from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.weight_sync.base import InProcessSync
 from slimectl.types import Completion, SamplingParams
-from slimectl.weight_sync.base import InProcessSync
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

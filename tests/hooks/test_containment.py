@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from slimectl.errors import HookError
-from slimectl.user_code import Hook, load_callable
-from slimectl.user_code.containment import LONGEST, in_one_line
+from slimectl.plugins.callables import Hook, load_callable
+from slimectl.plugins.containment import LONGEST, in_one_line
 
 FUNCTIONS = """
 import asyncio, os, sys, threading
@@ -141,9 +141,7 @@ def test_an_exit_in_a_thread_is_an_error_with_words(tmp_path: Path):
         "def f(sample):\n"
         "    thread = threading.Thread(target=lambda: os._exit(0)); thread.start(); thread.join()\n"
     )
-    code = (
-        f"from slimectl.user_code import Hook; Hook({str(tmp_path / 'mine.py:f')!r}, setting='s', offers=('sample',))"
-    )
+    code = f"from slimectl.plugins.callables import Hook; Hook({str(tmp_path / 'mine.py:f')!r}, setting='s', offers=('sample',))"
     result = subprocess.run(
         [sys.executable, "-c", code + "({'sample': 1})"], capture_output=True, text=True, check=False
     )
@@ -161,7 +159,7 @@ def test_an_exception_in_a_thread_is_one_line(tmp_path: Path):
         "    thread = threading.Thread(target=fails); thread.start(); thread.join(); return 1\n"
     )
     code = (
-        f"from slimectl.user_code import Hook; import threading\n"
+        f"from slimectl.plugins.callables import Hook; import threading\n"
         f"hook = Hook({str(tmp_path / 'mine.py:f')!r}, setting='s', offers=('sample',))\n"
         f"print(hook({{'sample': 1}}), hook({{'sample': 1}}))\n"
         f"ours = threading.Thread(target=int, args=('two',)); ours.start(); ours.join()\n"
@@ -177,7 +175,7 @@ def test_an_exception_in_a_thread_is_one_line(tmp_path: Path):
 def test_a_child_that_comes_back_from_a_fork_does_not_go_on(tmp_path: Path):
     (tmp_path / "mine.py").write_text("import os\ndef f(sample):\n    return os.fork() and os.wait()[1]\n")
     hook = f"Hook({str(tmp_path / 'mine.py:f')!r}, setting='s', offers=('sample',))"
-    code = f"from slimectl.user_code import Hook; print({hook}"
+    code = f"from slimectl.plugins.callables import Hook; print({hook}"
     result = subprocess.run(
         [sys.executable, "-c", code + "({'sample': 1}))"], capture_output=True, text=True, check=False
     )

@@ -17,7 +17,6 @@ import pytest
 import torch
 from workshop import set_up
 
-from slimectl.builders import data_source, hook_settings
 from slimectl.data.prompt_dataset import PromptDataset, restored
 from slimectl.data.records import sample_from_json, sample_to_json
 from slimectl.errors import HookError, RecordError
@@ -26,9 +25,10 @@ from slimectl.hooks.loss import CustomLoss
 from slimectl.hooks.reward import UserReward
 from slimectl.hooks.training_batch import post_process_rewards
 from slimectl.hooks.user_hooks import UserHooks, user_eval_log, user_rollout_log
+from slimectl.migrate.launch_scripts.reading import read
+from slimectl.runtime.builders import data_source, hook_settings
 from slimectl.runtime.run import TrainingRun
 from slimectl.settings import Settings
-from slimectl.settings.launch_scripts.reading import read
 from slimectl.settings.layers import from_assignments, from_file
 from slimectl.settings.loading import resolve
 from slimectl.stages.generation import GroupGenerator

@@ -10,8 +10,8 @@ import pytest
 
 from slimectl.errors import HookError
 from slimectl.hooks import HOOKS, FlatSettings
+from slimectl.plugins.callables import Hook
 from slimectl.settings import Settings
-from slimectl.user_code import Hook
 
 OFFERS = ("args", "settings", "sample")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slimectl.api.stages import load_settings
 from slimectl.runtime.run import TrainingRun
+from slimectl.runtime.stage_functions import load_settings
 
 FUNCTIONS = """
 import numpy as np

@@ -16,15 +16,15 @@ import pytest
 import torch
 from workshop import set_up
 
-from slimectl.builders import hook_settings
 from slimectl.data.records import sample_to_json
 from slimectl.errors import HookError, SettingsError
 from slimectl.hooks import HOOKS, FlatSettings
 from slimectl.hooks.rollout import keep_group
-from slimectl.hooks.slime import shapes
+from slimectl.migrate import slime_shapes as shapes
+from slimectl.migrate.launch_scripts.reading import read
+from slimectl.runtime.builders import hook_settings
 from slimectl.runtime.run import TrainingRun
 from slimectl.settings import Settings
-from slimectl.settings.launch_scripts.reading import read
 from slimectl.settings.layers import from_assignments, from_custom_config, from_file
 from slimectl.settings.loading import resolve
 from slimectl.types import Sample, SamplingParams

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slimectl.user_code.stand_ins import IMPORT_PATH, STAND_INS, SWITCH
+from slimectl.migrate.stand_ins import IMPORT_PATH, STAND_INS, SWITCH
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-OFFER = "from slimectl.user_code.stand_ins import install_stand_ins; install_stand_ins()\n"
+OFFER = "from slimectl.migrate.stand_ins import install_stand_ins; install_stand_ins()\n"
 
 
 def test_stand_ins_go_before_an_installed_slime_and_one_in_the_current_folder(installed: Path) -> None:
@@ -76,11 +76,11 @@ def test_plain_python_finds_the_stand_ins_at_the_end_of_its_path(installed: Path
     code = "from slime.utils.types import Sample; print(Sample.__module__)"
     assert python(code, IMPORT_PATH) == "slimectl.types"
     assert python(code, installed, IMPORT_PATH) == "slime.utils.types"
-    assert (IMPORT_PATH / "slimectl.pth").read_text() == "slimectl/user_code/import_path\n"
+    assert (IMPORT_PATH / "slimectl.pth").read_text() == "slimectl/migrate/import_path\n"
 
 
 def test_every_stand_in_can_be_imported() -> None:
-    code = OFFER + "import importlib\nfrom slimectl.user_code.stand_ins import STAND_INS\n"
+    code = OFFER + "import importlib\nfrom slimectl.migrate.stand_ins import STAND_INS\n"
     code += "print([1 for module, names in STAND_INS.items() for name in names "
     code += "if getattr(importlib.import_module(module), name) is None])"
     assert python(code) == "[]"

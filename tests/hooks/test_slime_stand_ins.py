@@ -14,9 +14,7 @@ import torch
 
 from slimectl.errors import CheckpointError, HookError, RecordError, SettingsError
 from slimectl.hooks import FlatSettings
-from slimectl.settings.layers import from_assignments
-from slimectl.settings.loading import resolve
-from slimectl.slime import (
+from slimectl.migrate.slime import (
     absent,
     arguments,
     data,
@@ -29,6 +27,8 @@ from slimectl.slime import (
     results,
     tokens,
 )
+from slimectl.settings.layers import from_assignments
+from slimectl.settings.loading import resolve
 from slimectl.types import Sample
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slimectl.registry.garbage import collection_paused, frozen_objects
+from slimectl.plugins.garbage import collection_paused, frozen_objects
 
 
 class Node:

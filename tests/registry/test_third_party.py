@@ -13,11 +13,11 @@ import forkserver
 import pytest
 from workshop import Workshop
 
-from slimectl import builders
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import BackendError, SettingsError
-from slimectl.registry import ENGINES, TRACKERS, VERIFIERS, Component, Registry
+from slimectl.plugins.registry import ENGINES, TRACKERS, VERIFIERS, Component, Registry
 from slimectl.rewards import known_types, verifier
+from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.settings.keys import settings_toml
 from slimectl.settings.layers import Layer, from_assignments, from_environment
@@ -198,7 +198,7 @@ def test_two_packages_with_one_name_are_named_both(package: Path, tmp_path: Path
 
 
 def test_a_built_in_name_reads_no_entry_points(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("slimectl.registry.entry_points", lambda group: pytest.fail("read"))
+    monkeypatch.setattr("slimectl.plugins.registry.entry_points", lambda group: pytest.fail("read"))
     registry = Registry("codec", "slimectl.codecs", {"json": Component("json:dumps", binary=False)})
     assert "json" in registry
     assert (registry.load("json")([1]), registry.fact("json", "binary"), registry.package("json")) == (
@@ -207,7 +207,7 @@ def test_a_built_in_name_reads_no_entry_points(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_part_of_slimectl_can_be_loaded():
-    from slimectl.registry import EXECUTORS, POLICIES
+    from slimectl.plugins.registry import EXECUTORS, POLICIES
 
     for registry in (ENGINES, POLICIES, EXECUTORS, TRACKERS, VERIFIERS):
         for name in registry.parts:

@@ -16,8 +16,8 @@ from slimectl.executors.local import LocalExecutor
 from slimectl.rewards import verifier, weighted
 from slimectl.settings import Settings
 from slimectl.stages.score import Grader, score
-from slimectl.transport import client as http
-from slimectl.transport.client import HttpClient
+from slimectl.system import client as http
+from slimectl.system.client import HttpClient
 from slimectl.types import Sample, Status
 
 SAMPLE = Sample(index=3, prompt="1+1=", response="2", label="2")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slimectl.errors import RecordError, SettingsError
-from slimectl.registry import VERIFIERS
+from slimectl.plugins.registry import VERIFIERS
 from slimectl.rewards import known_types, verifier
 from slimectl.rewards.extraction import find_last_line, find_tagged, last_boxed, text_of
 from slimectl.rewards.math.numbers import exact_number, find_last_number, last_number
@@ -214,7 +214,7 @@ def test_the_last_number_is_the_same_wherever_it_stands():
 
 def test_importing_the_verifiers_loads_nothing_heavy():
     heavy = "{'sympy', 'math_verify', 'reasoning_gym', 'torch'}"
-    load_all = "from slimectl.registry import VERIFIERS; [VERIFIERS.load(name) for name in VERIFIERS.parts]"
+    load_all = "from slimectl.plugins.registry import VERIFIERS; [VERIFIERS.load(name) for name in VERIFIERS.parts]"
     code = f"import sys; {load_all}; print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (result.stdout.strip(), result.stderr) == ("[]", "")

@@ -19,7 +19,7 @@ from slimectl.errors import BackendError
 from slimectl.rewards import Verifier, known_types, verifier, weighted
 from slimectl.rewards.judge import Judge
 from slimectl.rewards.remote import RemoteRm
-from slimectl.transport.client import run_sync
+from slimectl.system.client import run_sync
 from slimectl.types import Sample
 
 TIMEOUT_S = 5.0

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from slimectl.api.stages import load_settings
 from slimectl.errors import SlimectlError
-from slimectl.registry import VERIFIERS
+from slimectl.plugins.registry import VERIFIERS
 from slimectl.rewards import Grade
 from slimectl.rewards.text import Contains
 from slimectl.runtime.preflight import OF_RUN, preflight
 from slimectl.runtime.run import TrainingRun
+from slimectl.runtime.stage_functions import load_settings
 from slimectl.types import Sample
 
 MEGATRON = {"train.backend": "megatron"}

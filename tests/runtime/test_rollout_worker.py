@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from slimectl.api.stages import load_settings
 from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.engines.weight_sync.base import WeightSynchronizer
 from slimectl.errors import BackendError
 from slimectl.runtime.rollout_worker import RolloutWorker
+from slimectl.runtime.stage_functions import load_settings
 from slimectl.types import Metrics, SamplerState
-from slimectl.weight_sync.base import WeightSynchronizer
 
 
 class Watched:

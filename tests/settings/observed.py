@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-from slimectl import builders
-from slimectl.api.models import Sampler, Trainer
-from slimectl.api.stages import evaluate, load_settings, prompts, score
 from slimectl.cli.run import closing_words
 from slimectl.data.records import sample_to_json
 from slimectl.errors import SlimectlError
 from slimectl.recipes import Recipe
+from slimectl.runtime import builders
+from slimectl.runtime.model_functions import Sampler, Trainer
 from slimectl.runtime.run import TrainingRun
+from slimectl.runtime.stage_functions import evaluate, load_settings, prompts, score
 from slimectl.settings import Settings
 from slimectl.stages.evaluate import resolve_dataset_settings
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 from slimectl.types import Sample, Status, TrainingSample
 
 Values = Mapping[str, Any]
@@ -153,15 +153,15 @@ def questions(place: Workplace, settings: Settings) -> Lines:
 
 def placed(place: Workplace, settings: Settings) -> Lines:
     """The process and GPU of every rank and engine."""
-    from slimectl.builders.executors import placement
+    from slimectl.runtime.builders.executors import placement
 
     return [repr(bundle) for bundle in placement(settings).bundles]
 
 
 def served(place: Workplace, settings: Settings) -> Lines:
     """Servers that would be started: specifications, command lines, environments, who watches them, their router."""
-    from slimectl.builders import servers
     from slimectl.executors.local import LocalExecutor
+    from slimectl.runtime.builders import servers
 
     specs, policy = servers._specs(settings, place.model), servers._router_policy(settings)
     lines = [settings.engine.backend, f"router = {policy}", *(repr(spec) for spec in specs)]
@@ -177,8 +177,8 @@ def served(place: Workplace, settings: Settings) -> Lines:
 
 def installed(place: Workplace, settings: Settings) -> Lines:
     """The Python that the servers of an installed engine would run in."""
-    from slimectl.builders.engines import engine_backend
     from slimectl.engines.supervisor.server_process import ServerProcess
+    from slimectl.runtime.builders.engines import engine_backend
 
     backend: Any = engine_backend(settings)
     spec = backend.specs(settings, place.model)[0]
@@ -188,7 +188,7 @@ def installed(place: Workplace, settings: Settings) -> Lines:
 
 def asked(place: Workplace, settings: Settings) -> Lines:
     """The client of servers: addresses, limits, keys of its requests."""
-    from slimectl.builders import servers
+    from slimectl.runtime.builders import servers
 
     found = servers.client(settings, place.model, builders.tokenizer(place.model), ["http://a:1"], ["http://a:1"])
     lines = [f"{name} = {value}" for name, value in vars(found).items() if isinstance(value, dict | int | str)]
@@ -235,7 +235,7 @@ class Receiver:
 
 def pushed(place: Workplace, settings: Settings) -> Lines:
     """What engines get of two pushes, and the files that are left."""
-    from slimectl.builders.weight_sync import to_servers
+    from slimectl.runtime.builders.weight_sync import to_servers
 
     folder = place.folder / hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
     receiver: Any = Receiver()
@@ -261,8 +261,8 @@ def on_megatron(place: Workplace, settings: Settings) -> Lines:
     """A step on Megatron-core: metrics, weights, and its configuration in the layout of [megatron]."""
     from slimectl.architectures.config import read_config
     from slimectl.architectures.registry import family_of
-    from slimectl.builders.trainers import layout
     from slimectl.policies.megatron.config import transformer_config
+    from slimectl.runtime.builders.trainers import layout
 
     config = read_config(Path(str(settings.model.path)))
     sizes = transformer_config(family_of(config).architecture(config), layout(settings), dtype=torch.float32)
@@ -282,7 +282,7 @@ def on_megatron(place: Workplace, settings: Settings) -> Lines:
 
 def tracked(place: Workplace, settings: Settings) -> Lines:
     """The run as services know it, its folder for curves, and where they stand."""
-    from slimectl.builders.trackers import identity, start_trackers, tracked_run
+    from slimectl.runtime.builders.trackers import identity, start_trackers, tracked_run
 
     folder = place.folder / hashlib.sha256(repr(settings.track).encode()).hexdigest()[:12]
     folder.mkdir(exist_ok=True)

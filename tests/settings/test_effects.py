@@ -14,9 +14,9 @@ from settings.effect_rows import ALGORITHM_ROWS, DATASET_ROWS, ROWS, Row
 from settings.observed import Workplace, attempts
 from workshop import REWARD
 
-from slimectl.api.models import Trainer
-from slimectl.api.stages import load_settings
 from slimectl.checkpoints.create import create_model
+from slimectl.runtime.model_functions import Trainer
+from slimectl.runtime.stage_functions import load_settings
 from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.evaluate import Dataset
 from slimectl.settings.reference import entries

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.reading import read
+from slimectl.migrate.launch_scripts.reading import read
 
 FLAGS = "--model_name_or_path /m --dataset_name /d --learning_rate 1e-6 --max_steps 3 --beta 0.1"
 PAIRS, OPD, GRPO = "algorithm.name = dpo", "algorithm.name = opd", "algorithm.name = grpo"

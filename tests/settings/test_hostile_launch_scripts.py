@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.reading import Reading, read
-from slimectl.settings.launch_scripts.writing import settings_file
+from slimectl.migrate.launch_scripts.reading import Reading, read
+from slimectl.migrate.launch_scripts.writing import settings_file
 
 TRAIN = "python3 train.py --hf-checkpoint /m --prompt-data /d --rollout-batch-size 4"
 ACTS = (

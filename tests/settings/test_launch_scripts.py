@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from slimectl.cli.app import app
 from slimectl.errors import SettingsError
+from slimectl.migrate.launch_scripts.conversion import Dialect, Row, canonical
+from slimectl.migrate.launch_scripts.reading import DIALECTS, Reading, read
+from slimectl.migrate.launch_scripts.writing import flag_name, inline, settings_file
 from slimectl.settings.keys import setting_names
-from slimectl.settings.launch_scripts.conversion import Dialect, Row, canonical
-from slimectl.settings.launch_scripts.reading import DIALECTS, Reading, read
-from slimectl.settings.launch_scripts.writing import flag_name, inline, settings_file
 from slimectl.settings.layers import from_file
 from slimectl.settings.loading import resolve
 

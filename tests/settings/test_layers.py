@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slimectl import builders, recipes
+from slimectl import recipes
 from slimectl.errors import SettingsError
+from slimectl.runtime import builders
 from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.keys import flat, settings_toml
 from slimectl.settings.layers import Layer, from_assignments, from_environment, from_file, parse_value

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.reading import Reading, read
+from slimectl.migrate.launch_scripts.reading import Reading, read
 
 IMPORT = "import slime.utils.external_utils.command_utils as U\n"
 BASE = '"--hf-checkpoint /m --prompt-data /d.jsonl --rollout-batch-size 4 --rm-type math --rollout-max-response-len 8 "'

@@ -14,18 +14,18 @@ from aiohttp import web
 from rewards.graders import grading
 from typer.testing import CliRunner
 
-from slimectl.builders.trackers import identity
-from slimectl.builders.weight_sync import keyed
 from slimectl.cli.app import app
 from slimectl.data.manifest import Manifest, settings_hash
 from slimectl.errors import BackendError, SettingsError
-from slimectl.redaction import MASK, is_secret_name, mask_addresses, redact, redact_text, remember
+from slimectl.runtime.builders.trackers import identity
+from slimectl.runtime.builders.weight_sync import keyed
 from slimectl.settings import Settings
 from slimectl.settings.keys import settings_toml
 from slimectl.settings.layers import Layer, from_assignments
 from slimectl.settings.loading import resolve
 from slimectl.settings.secret import check_complete, reveal
 from slimectl.stages.grader import Grader
+from slimectl.system.redaction import MASK, is_secret_name, mask_addresses, redact, redact_text, remember
 from slimectl.types import Sample
 
 WORD = "hunter2-correct-horse"
@@ -196,7 +196,7 @@ def test_explanations_of_a_reward_server_show_no_password():
 
 
 def test_a_worker_process_masks_what_its_settings_hold(monkeypatch: pytest.MonkeyPatch):
-    from slimectl import redaction
+    from slimectl.system import redaction
 
     packed = pickle.dumps(settle("engine.backend=sglang", "sglang.args.api_key=a-key-of-another-process"))
     monkeypatch.setattr(redaction, "_SECRETS", set())

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from slimectl.settings.launch_scripts.conversion import canonical
-from slimectl.settings.launch_scripts.reading import read
-from slimectl.settings.launch_scripts.slime import SLIME
+from slimectl.migrate.launch_scripts.conversion import canonical
+from slimectl.migrate.launch_scripts.reading import read
+from slimectl.migrate.launch_scripts.slime import SLIME
 
 TRAIN = (
     "python3 train.py --hf-checkpoint /m --prompt-data /d.jsonl --rollout-batch-size 4 --num-rollout 3 --rm-type math"

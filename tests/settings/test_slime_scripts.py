@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.reading import Reading, read
+from slimectl.migrate.launch_scripts.reading import Reading, read
 
 FLAGS = (
     "--hf-checkpoint /r/Qwen3-4B --prompt-data /d.jsonl --rollout-batch-size 4 --rm-type math "

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from slimectl.settings.launch_scripts.conversion import Conversion
-from slimectl.settings.launch_scripts.reading import read
+from slimectl.migrate.launch_scripts.conversion import Conversion
+from slimectl.migrate.launch_scripts.reading import read
 
 FOLDER = Path(__file__).parent / "stack_defaults"
 PPO = "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=/m data.train_files=/d.parquet"

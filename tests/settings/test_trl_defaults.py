@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slimectl.settings.launch_scripts.reading import DIALECTS, read
+from slimectl.migrate.launch_scripts.reading import DIALECTS, read
 from slimectl.settings.root import Settings
 
 TABLE = json.loads(Path(__file__).with_name("trl_defaults.json").read_text(encoding="utf-8"))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.reading import read
-from slimectl.settings.launch_scripts.writing import settings_file
+from slimectl.migrate.launch_scripts.reading import read
+from slimectl.migrate.launch_scripts.writing import settings_file
 from slimectl.settings.layers import from_file
 from slimectl.settings.loading import resolve
 

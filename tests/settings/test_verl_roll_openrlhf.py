@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from slimectl.errors import SettingsError
-from slimectl.settings.launch_scripts.reading import read
-from slimectl.settings.launch_scripts.writing import settings_file
+from slimectl.migrate.launch_scripts.reading import read
+from slimectl.migrate.launch_scripts.writing import settings_file
 
 PPO = "python3 -m verl.trainer.main_ppo data.train_files=/d.parquet actor_rollout_ref.model.path=/m "
 GRPO = PPO + "algorithm.adv_estimator=grpo "

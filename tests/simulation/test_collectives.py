@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slimectl.simulation.collectives import Collective, mismatches
+from slimectl.planner.simulation.collectives import Collective, mismatches
 
 GATHER = Collective("_allgather_base_", (0, 1), ("bfloat16 [8]", "bfloat16 [4]"))
 REDUCE = Collective("allreduce_", (0, 1, 2, 3), ("float64 []",))

@@ -18,17 +18,17 @@ from slimectl.architectures import cards
 from slimectl.architectures.config import with_defaults
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.cli.app import app
+from slimectl.planner.simulation import report
+from slimectl.planner.simulation.collectives import Collective, mismatches
+from slimectl.planner.simulation.report import representatives, tasks, wrong_devices
 from slimectl.planner.workload import Run
-from slimectl.simulation import report
-from slimectl.simulation.collectives import Collective, mismatches
-from slimectl.simulation.report import representatives, tasks, wrong_devices
 
-PLAIN = "from slimectl.simulation import rank; rank.main()"
+PLAIN = "from slimectl.planner.simulation import rank; rank.main()"
 FAULTS = """
 import torch.distributed as dist
 
 from slimectl.algorithms.losses import PolicyLoss
-from slimectl.simulation import rank
+from slimectl.planner.simulation import rank
 
 plain = PolicyLoss.__call__
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from slimectl import builders
 from slimectl.errors import HookError, RecordError
 from slimectl.executors.local import LocalExecutor
+from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.stages.check_reward import check_reward
 from slimectl.stages.score import score
@@ -97,7 +97,7 @@ def siblings(*sizes: int) -> list[Sample]:
 
 
 def sizes_seen(settings: Settings) -> list[list[int]]:
-    from slimectl.user_code import load_callable
+    from slimectl.plugins.callables import load_callable
 
     return load_callable(str(settings.score.custom_rm_path), setting="x").__globals__["SIZES"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import slimectl
-from slimectl import builders
 from slimectl.errors import HookError, SlimectlError
 from slimectl.rewards.text import Exact
+from slimectl.runtime import builders
 from slimectl.runtime.preflight import _named
 from slimectl.settings import Settings
 from slimectl.stages.check_reward import check_reward

@@ -13,8 +13,8 @@ from workshop import Workshop
 from slimectl import load_settings
 from slimectl.errors import SettingsError
 from slimectl.hooks import FlatSettings
+from slimectl.migrate.slime.generation import GenerateState
 from slimectl.settings import Settings
-from slimectl.slime.generation import GenerateState
 from slimectl.stages.mismatch import LogProbCheck
 from slimectl.types import StepReport
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from slimectl import builders
 from slimectl.algorithms.packing import plan_batches
 from slimectl.architectures.config import read_config
 from slimectl.data.metrics_catalogue import known
 from slimectl.planner.devices import DeviceMemory, ProcessMemory, measured_peak, peak_flops, process_memory
 from slimectl.planner.flops import ImageFlops, ModelFlops, SequenceFlops, flops_figures, model_flops
 from slimectl.planner.plan import model_of
+from slimectl.runtime import builders
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
 from slimectl.stages.round_timer import ArithmeticRate, RoundTimer

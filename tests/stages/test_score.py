@@ -10,12 +10,12 @@ import torch
 from reward_functions import always_fails, hangs_on_stuck, slow_for_even_ones
 from transformers import AutoModelForCausalLM
 
-from slimectl import builders
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import HookError, RecordError, SettingsError
 from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.settings.score import ScoreSettings
 from slimectl.stages.grader import Grader, worker_count

@@ -12,9 +12,9 @@ import pytest
 from test_rounds import Slow, lengths
 from test_run_stage import Bytes, settings
 
-from slimectl import builders
 from slimectl.errors import SlimectlError
 from slimectl.executors.local import LocalExecutor
+from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.settings.score import ScoreSettings
 from slimectl.stages.evaluate import with_summary

@@ -16,10 +16,10 @@ import pytest
 from tracked import move_trackio, swanlab_records, swanlab_seen, wandb_records, wandb_rows
 from workshop import Workshop
 
-from slimectl import builders
 from slimectl.errors import BackendError, SettingsError
-from slimectl.settings.launch_scripts.reading import read
-from slimectl.settings.launch_scripts.writing import settings_file
+from slimectl.migrate.launch_scripts.reading import read
+from slimectl.migrate.launch_scripts.writing import settings_file
+from slimectl.runtime import builders
 from slimectl.settings.layers import from_assignments, from_file
 from slimectl.settings.loading import resolve
 

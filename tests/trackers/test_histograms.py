@@ -14,7 +14,7 @@ from tracked import wandb_rows
 from trackers.test_resumed_curves import kill_after
 from workshop import Workshop
 
-from slimectl import builders
+from slimectl.runtime import builders
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from slimectl import builders
 from slimectl.data.metrics_catalogue import CATALOGUE
 from slimectl.errors import BackendError, MissingExtraError
+from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
@@ -90,6 +90,6 @@ def test_every_metric_of_the_catalogue_has_a_name_of_its_own():
 
 
 def test_a_run_without_the_library_is_refused_before_it_has_a_folder(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys.modules["slimectl.builders.trackers"], "find_spec", lambda name: None)
+    monkeypatch.setattr(sys.modules["slimectl.runtime.builders.trackers"], "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"track\.prometheus_port needs prometheus_client"):
         builders.check_trackers(settings())

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from slimectl import builders
 from slimectl.data.metrics_catalogue import CATALOGUE, ROLL_NAMES, known
+from slimectl.runtime import builders
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
 from slimectl.trackers.roll_names import Renamed, roll_named

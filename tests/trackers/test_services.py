@@ -15,9 +15,9 @@ from tracked import swanlab_records, swanlab_seen, trackio_seen, wandb_records, 
 from trackers.test_resumed_curves import kill_after
 from workshop import Workshop
 
-from slimectl import builders
 from slimectl.errors import BackendError, MissingExtraError, SettingsError
-from slimectl.registry import TRACKERS
+from slimectl.plugins.registry import TRACKERS
+from slimectl.runtime import builders
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
 from slimectl.trackers.arguments import accepted_arguments
@@ -265,7 +265,7 @@ def test_a_missing_library_names_its_extra(
 
 
 def test_a_run_that_lacks_a_library_is_refused_before_it_has_a_folder(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys.modules["slimectl.builders.trackers"], "find_spec", lambda name: None)
+    monkeypatch.setattr(sys.modules["slimectl.runtime.builders.trackers"], "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"track\.with needs wandb"):
         builders.check_trackers(settings("track.with=['stdout', 'wandb']"))
 

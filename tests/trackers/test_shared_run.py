@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from slimectl import builders
 from slimectl.errors import SettingsError
 from slimectl.executors.local import LocalExecutor
 from slimectl.protocols import RankPipe
+from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from slimectl.transport.event_loop import run_coroutine, run_on
+from slimectl.system.event_loop import run_coroutine, run_on
 
 round_of: ContextVar[int] = ContextVar("round_of")
 

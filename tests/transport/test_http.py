@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from slimectl.transport.client import Background
-from slimectl.transport.http import LONGEST_MESSAGE, backoff_s, error_message, parsed
+from slimectl.system.client import Background
+from slimectl.system.http import LONGEST_MESSAGE, backoff_s, error_message, parsed
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from slimectl.errors import StorageError
-from slimectl.transport import loopback
-from slimectl.transport.loopback import bypass_proxies, scratch_folder, short_temporary_folders, without_proxy
+from slimectl.system import loopback
+from slimectl.system.loopback import bypass_proxies, scratch_folder, short_temporary_folders, without_proxy
 
 
 @pytest.mark.parametrize(

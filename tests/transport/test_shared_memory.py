@@ -13,16 +13,16 @@ from typing import Any, cast
 
 import pytest
 
-from slimectl import builders
 from slimectl.errors import StorageError
 from slimectl.protocols import Policy
+from slimectl.runtime import builders
 from slimectl.settings import Settings
-from slimectl.transport import shared_memory
-from slimectl.transport.shared_memory import FOLDER, PREFIX, SharedMemoryFile, remove_orphans
+from slimectl.system import shared_memory
+from slimectl.system.shared_memory import FOLDER, PREFIX, SharedMemoryFile, remove_orphans
 
 OWNER = """
 import sys
-from slimectl.transport.shared_memory import SharedMemoryFile
+from slimectl.system.shared_memory import SharedMemoryFile
 print(SharedMemoryFile(64).memory.name, flush=True)
 sys.stdin.read()
 """
@@ -84,7 +84,7 @@ def test_a_block_that_is_removed_before_it_is_locked_is_made_again(monkeypatch: 
         names.append(name)
         return memory
 
-    monkeypatch.setattr("slimectl.transport.shared_memory.SharedMemory", create)
+    monkeypatch.setattr("slimectl.system.shared_memory.SharedMemory", create)
     block = SharedMemoryFile(64)
     try:
         assert len(names) == 2

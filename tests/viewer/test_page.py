@@ -17,10 +17,10 @@ import pytest
 from views import HOSTILE, View, hostile_samples, viewing
 from workshop import Workshop, set_up
 
+from slimectl.cli.viewer.api import ViewApi
+from slimectl.cli.viewer.export import write_page
+from slimectl.cli.viewer.library import Library
 from slimectl.data.locks import Lock
-from slimectl.viewer.api import ViewApi
-from slimectl.viewer.export import write_page
-from slimectl.viewer.library import Library
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 expect = sync_api.expect  # waits until the page is as expected: it draws after answers of the server

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from slimectl.cli.viewer import queries
+from slimectl.cli.viewer.conversation import Message, attempt_tree, conversation, own_prompt
+from slimectl.cli.viewer.token_colours import COLOURS
+from slimectl.cli.viewer.token_view import marked_parts, sample_view, token_texts
 from slimectl.data.sample_index import SampleIndex, prompt_hash
-from slimectl.viewer import queries
-from slimectl.viewer.conversation import Message, attempt_tree, conversation, own_prompt
-from slimectl.viewer.token_colours import COLOURS
-from slimectl.viewer.token_view import marked_parts, sample_view, token_texts
 
 
 def samples(seed: int = 3, groups: int = 40) -> list[dict]:
@@ -252,7 +252,7 @@ def test_the_ends_of_a_scale_are_full_strength():
 
 
 def test_slices_of_a_long_sample_join_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("slimectl.viewer.token_view.MAX_TOKENS", 4)
+    monkeypatch.setattr("slimectl.cli.viewer.token_view.MAX_TOKENS", 4)
     line = {"prompt": "p", "tokens": list(range(65, 76)), "response": "x", "response_length": 6,
             "loss_mask": [1, 1, 0, 0, 1, 1], "rollout_log_probs": [-1.0, -2.0, 0.0, 0.0, -3.0, -4.0]}  # fmt: skip
     index = index_of(tmp_path / "samples.jsonl", [line])

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from slimectl.builders import tokenizer
-from slimectl.viewer.api import ViewApi
-from slimectl.viewer.library import Library
+from slimectl.cli.viewer.api import ViewApi
+from slimectl.cli.viewer.library import Library
+from slimectl.runtime.builders import tokenizer
 
 LINES: list[tuple[int, dict[str, float]]] = [
     (0, {"eval/math_accuracy": 0.25}),

@@ -19,10 +19,10 @@ import pytest
 from views import TOKEN, View, hostile_samples, page_answers, viewing
 from vision_models import image_file
 
+from slimectl.cli.viewer.api import ViewApi
+from slimectl.cli.viewer.export import write_page
+from slimectl.cli.viewer.library import Library
 from slimectl.errors import SettingsError
-from slimectl.viewer.api import ViewApi
-from slimectl.viewer.export import write_page
-from slimectl.viewer.library import Library
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +61,9 @@ def test_the_page_comes_with_rules_that_forbid_everything_foreign(view: View, na
 
 def test_it_serves_and_decodes_without_the_libraries_that_run_models(folder: Path, model_dir: Callable[[str], Path]):
     code = (
-        "import pathlib, sys; from slimectl import builders; from slimectl.transport.listening import bound; "
-        "from slimectl.viewer import server; from slimectl.viewer.api import ViewApi; "
-        "from slimectl.viewer.library import Library; from slimectl.viewer.token_view import Decoders; "
+        "import pathlib, sys; from slimectl import builders; from slimectl.system.listening import bound; "
+        "from slimectl.cli.viewer import server; from slimectl.cli.viewer.api import ViewApi; "
+        "from slimectl.cli.viewer.library import Library; from slimectl.cli.viewer.token_view import Decoders; "
         "ViewApi(Library([pathlib.Path(sys.argv[1])]), builders.token_decoder).answer('catalogue', {}); "
         "bound('127.0.0.1', 0).close(); "
         "print(Decoders(builders.token_decoder).decoder(pathlib.Path(sys.argv[2]))([256 + 1, *'né'.encode()])); "
@@ -159,7 +159,7 @@ def test_a_round_counts_what_its_own_steps_dropped(tmp_path: Path, monkeypatch: 
     (run / "metrics.jsonl").write_text(metrics.rsplit("\n", 3)[0] + '\n{"rollout_id": 3')
     samples = (run / "step_000001" / "samples.jsonl").read_text().splitlines(keepends=True)
     (run / "step_000001" / "train_data.jsonl").write_text("".join(samples[:3] + samples[4:]))
-    monkeypatch.setattr("slimectl.viewer.library.MAX_METRICS_BYTES", 1000)
+    monkeypatch.setattr("slimectl.cli.viewer.library.MAX_METRICS_BYTES", 1000)
     with viewing(run) as view:
         assert view.ask("dropped?file=n0.r1")["untrained"] == [3]
         for number in (1, 2):
@@ -308,7 +308,7 @@ def test_a_self_contained_page_that_is_full_has_the_newest_with_their_images(
         lines[0]["multimodal_inputs"] = {"images": [encoded]}
         for file in (run / f"step_{number:06d}" / "samples.jsonl", run / "eval" / f"small-{number:06d}.jsonl"):
             file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr("slimectl.viewer.export.MAX_BYTES", 1_200_000)
+    monkeypatch.setattr("slimectl.cli.viewer.export.MAX_BYTES", 1_200_000)
     summary = write_page(ViewApi(Library([run]), lambda folder: None), tmp_path / "view.html")
     answers = page_answers(tmp_path / "view.html")
     assert re.search(r"without \d+ pages beyond", summary)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from slimectl import builders
-from slimectl.api.stages import load_settings
 from slimectl.errors import SettingsError
+from slimectl.runtime import builders
 from slimectl.runtime.preflight import preflight
+from slimectl.runtime.stage_functions import load_settings
 from slimectl.settings import Settings
 
 SERVERS = {"engine.num_engines": 2, "train.lora_rank": 2}

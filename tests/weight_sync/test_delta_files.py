@@ -17,13 +17,13 @@ from torch import Tensor
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.data.atomic_replace import write_text
+from slimectl.engines.weight_sync import delta_apply
+from slimectl.engines.weight_sync.delta import write_delta
+from slimectl.engines.weight_sync.delta_apply import VERSION, apply_written, recover, weight_version
+from slimectl.engines.weight_sync.delta_format import Checksum, DeltaFile, Versions, difference, digest, tensor_ranges
 from slimectl.errors import CheckpointError
-from slimectl.native import deltas
-from slimectl.native.deltas import RoundingComparer
-from slimectl.weight_sync import delta_apply
-from slimectl.weight_sync.delta import write_delta
-from slimectl.weight_sync.delta_apply import VERSION, apply_written, recover, weight_version
-from slimectl.weight_sync.delta_format import Checksum, DeltaFile, Versions, difference, digest, tensor_ranges
+from slimectl.system import deltas
+from slimectl.system.deltas import RoundingComparer
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64,

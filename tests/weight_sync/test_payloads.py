@@ -16,9 +16,9 @@ from slimectl.chats.request_body import RequestBody
 from slimectl.engines.http.weight_client import SharedMemoryBlock
 from slimectl.engines.server.weight_updates import shared_tensors
 from slimectl.engines.sglang.weight_client import SglangWorkers, flatten, pickled
+from slimectl.engines.weight_sync.memory import TensorSync
 from slimectl.errors import BackendError, StorageError
-from slimectl.transport import shared_memory
-from slimectl.weight_sync.memory import TensorSync
+from slimectl.system import shared_memory
 
 TENSORS = [
     ("gate", torch.tensor([1.5, -2.5], dtype=torch.bfloat16)),

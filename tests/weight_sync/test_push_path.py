@@ -20,17 +20,17 @@ import slimectl
 from slimectl.algorithms.losses import SftLoss
 from slimectl.checkpoints.hf import HFCheckpoint, write_model
 from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.weight_sync.base import InProcessSync, WeightSynchronizer
+from slimectl.engines.weight_sync.delta import DeltaSync
+from slimectl.engines.weight_sync.disk import DiskSync
+from slimectl.engines.weight_sync.distributed import DistributedSync
+from slimectl.engines.weight_sync.memory import TensorSync
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.rank_group import LockedPolicy
 from slimectl.protocols import Policy, WeightSync
 from slimectl.types import SamplingParams, TrainingSample
-from slimectl.weight_sync.base import InProcessSync, WeightSynchronizer
-from slimectl.weight_sync.delta import DeltaSync
-from slimectl.weight_sync.disk import DiskSync
-from slimectl.weight_sync.distributed import DistributedSync
-from slimectl.weight_sync.memory import TensorSync
 
 PACKAGE = Path(slimectl.__file__).parent
 PROMPT = list(b"once upon a time")

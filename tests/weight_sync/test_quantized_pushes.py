@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slimectl import builders
+from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.checkpoints.quantization import Fp8Blocks, Fp8Scale, QuantizedStream
-from slimectl.conversions import convert_checkpoint
+from slimectl.engines.weight_sync.base import cast
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
 from slimectl.types import ConvertOptions
-from slimectl.weight_sync.base import cast
 
 ModelDir = Callable[..., Path]
 SCHEMES: dict[str, dict[str, Any]] = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from slimectl.engines.weight_sync.base import buckets, cast, drained, in_progress_version
+from slimectl.engines.weight_sync.distributed import own_address
 from slimectl.errors import BackendError
-from slimectl.weight_sync.base import buckets, cast, drained, in_progress_version
-from slimectl.weight_sync.distributed import own_address
 
 FLOAT_BYTES = 4
 

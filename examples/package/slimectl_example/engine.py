@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from slimectl.builders.engines import EngineBackend
 from slimectl.protocols import NamedTensors
+from slimectl.runtime.builders.engines import EngineBackend
 from slimectl.settings import Settings
 from slimectl.settings.base import PositiveInt, Section
 from slimectl.types import Completion, SamplingParams

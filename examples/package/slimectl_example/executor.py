@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slimectl.builders.executors import ExecutorBackend
 from slimectl.executors.local import LocalExecutor
+from slimectl.runtime.builders.executors import ExecutorBackend
 from slimectl.settings import Settings
 
 

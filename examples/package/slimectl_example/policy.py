@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from slimectl.builders.trainers import FsdpBackend, Role
+from slimectl.runtime.builders.trainers import FsdpBackend, Role
 from slimectl.settings import Settings
 
 

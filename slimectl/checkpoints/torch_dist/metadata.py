@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.errors import CheckpointError
-from slimectl.model_files import check_file, open_file, plain_name, read_json
+from slimectl.system.model_files import check_file, open_file, plain_name, read_json
 
 METADATA = ".metadata"
 COMMON = "common.pt"

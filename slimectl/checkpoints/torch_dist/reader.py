@@ -15,7 +15,7 @@ from slimectl.checkpoints.safetensors_io import TensorMemory
 from slimectl.checkpoints.torch_dist.archive import load_tensor
 from slimectl.checkpoints.torch_dist.metadata import newest, read_metadata
 from slimectl.errors import CheckpointError, first_line
-from slimectl.model_files import open_file
+from slimectl.system.model_files import open_file
 
 Form = tuple[tuple[int, ...], torch.dtype]
 Ints = tuple[int, ...]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from slimectl.checkpoints.torch_dist.pickle_tree import Construction, Reference, UnsafePickleError
-from slimectl.model_files import plain_name
+from slimectl.system.model_files import plain_name
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"

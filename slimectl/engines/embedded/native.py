@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slimectl.engines.embedded.prefix_tree import CachedSpan
-from slimectl.native.compiler import FLOAT, LONG, POINTER, load_library
+from slimectl.system.compiler import FLOAT, LONG, POINTER, load_library
 
 SOURCE = Path(__file__).parent / "kernels" / "kernels.c"
 DTYPES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}

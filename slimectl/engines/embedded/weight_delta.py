@@ -12,7 +12,7 @@ import torch
 
 from slimectl.engines.embedded.weights import TensorSlot, Weights
 from slimectl.errors import CheckpointError
-from slimectl.native.deltas import change_numbers
+from slimectl.system.deltas import change_numbers
 
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """safetensors codes of an engine's dtypes."""

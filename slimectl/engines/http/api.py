@@ -10,7 +10,7 @@ import aiohttp
 
 from slimectl.engines.http.request import Paused, PendingRequest, Unavailable
 from slimectl.errors import BackendError, SettingsError
-from slimectl.transport.http import PASSING, error_message, parsed
+from slimectl.system.http import PASSING, error_message, parsed
 
 GetJson = Callable[[str], Awaitable[Any]]
 """Sends a GET request for a path to one server. Returns the parsed body, or None if the server refuses."""

@@ -15,9 +15,9 @@ from slimectl.engines.limits import check_prompt
 from slimectl.engines.stop_tokens import StopTokens
 from slimectl.errors import BackendError, SettingsError
 from slimectl.protocols import OnTokens
-from slimectl.transport.client import Background
-from slimectl.transport.event_loop import run_coroutine
-from slimectl.transport.http import get
+from slimectl.system.client import Background
+from slimectl.system.event_loop import run_coroutine
+from slimectl.system.http import get
 from slimectl.types import Completion, SamplingParams
 
 

@@ -16,7 +16,7 @@ from slimectl.engines.api_keys import NO_KEYS, ServerKeys
 from slimectl.engines.http.api import ServerApi, generate
 from slimectl.engines.http.request import Paused, PendingRequest, Unavailable
 from slimectl.errors import BackendError, first_line
-from slimectl.transport.http import backoff_s, request
+from slimectl.system.http import backoff_s, request
 from slimectl.types import Completion
 
 COOLDOWN_S = 1.0

@@ -8,8 +8,8 @@ from typing import Any
 
 from slimectl.engines.http.api import ServerApi, UnexpectedAnswer
 from slimectl.errors import BackendError, SettingsError
-from slimectl.stdio import logger
-from slimectl.transport.client import HttpClient, RetryPolicy
+from slimectl.system.client import HttpClient, RetryPolicy
+from slimectl.system.stdio import logger
 from slimectl.types import TrainingSample
 
 ROWS, TOKENS = 16, 16384

@@ -24,10 +24,10 @@ from torch import Tensor
 from slimectl.engines.api_keys import NO_KEYS, ServerKeys
 from slimectl.errors import BackendError, StorageError
 from slimectl.protocols import Adapter
-from slimectl.transport import shared_memory
-from slimectl.transport.event_loop import run_coroutine
-from slimectl.transport.http import Reply, parsed
-from slimectl.transport.shared_memory import SharedMemoryFile, free_bytes
+from slimectl.system import shared_memory
+from slimectl.system.event_loop import run_coroutine
+from slimectl.system.http import Reply, parsed
+from slimectl.system.shared_memory import SharedMemoryFile, free_bytes
 
 NamedTensor = tuple[str, Tensor]
 

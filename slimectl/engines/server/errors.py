@@ -10,7 +10,7 @@ from aiohttp import web
 
 from slimectl.chats.messages import MessageError
 from slimectl.errors import BackendError, SlimectlError, first_line
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 
 QUIET_S = 30.0
 """Seconds after which a repeated warning of one kind is logged again."""

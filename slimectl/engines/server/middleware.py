@@ -11,7 +11,7 @@ from aiohttp import web
 
 from slimectl.engines.server.errors import Handler
 from slimectl.errors import HookError
-from slimectl.user_code import load_callable
+from slimectl.plugins.callables import load_callable
 
 SETTING = "engine.middleware_paths"
 

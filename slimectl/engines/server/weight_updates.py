@@ -29,7 +29,7 @@ from slimectl.engines.server.errors import RequestError, line
 from slimectl.engines.server.schema import read
 from slimectl.engines.server.state import SERVICE, Service
 from slimectl.errors import CheckpointError, MissingExtraError
-from slimectl.stdio import logger
+from slimectl.system.stdio import logger
 
 Form = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor to receive."""

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from slimectl.engines.sglang.disaggregation import bootstrap_port
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
-from slimectl.transport.event_loop import run_coroutine
-from slimectl.transport.http import Reply, request
+from slimectl.system.event_loop import run_coroutine
+from slimectl.system.http import Reply, request
 
 POLL_S = 0.2
 REPLY_TIMEOUT_S = 10.0

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slimectl.errors import BackendError
-from slimectl.transport.event_loop import run_coroutine
-from slimectl.transport.http import get
+from slimectl.system.event_loop import run_coroutine
+from slimectl.system.http import get
 
 ANSWER_S = 30.0
 RETRY_S = 0.5

@@ -15,7 +15,7 @@ from typing import Any
 from slimectl.engines.api_keys import ServerKeys
 from slimectl.engines.supervisor.bootstrap.hidden_keys import FLAGS, KEYS
 from slimectl.errors import BackendError, SettingsError
-from slimectl.redaction import is_secret_name
+from slimectl.system.redaction import is_secret_name
 
 WORDS: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "human_readable_int": (int, str)}
 PROBE_TIMEOUT_S = 300

@@ -20,8 +20,8 @@ from slimectl.engines.supervisor.health import (
     stop_quietly,
 )
 from slimectl.errors import BackendError
-from slimectl.stdio import logger
-from slimectl.transport.event_loop import run_coroutine
+from slimectl.system.event_loop import run_coroutine
+from slimectl.system.stdio import logger
 
 Announce = Callable[[Sequence[str], Sequence[str]], None]
 

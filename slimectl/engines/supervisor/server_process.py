@@ -19,10 +19,10 @@ from slimectl.engines.api_keys import NO_KEYS, ServerKeys
 from slimectl.engines.http.request import NO_WEIGHTS
 from slimectl.engines.supervisor.bootstrap.cleanup import OWN_TMP, kill_group, members, segments
 from slimectl.errors import BackendError
-from slimectl.stdio import logger
-from slimectl.transport.event_loop import run_coroutine
-from slimectl.transport.http import get
-from slimectl.transport.loopback import bypass_proxies, scratch_folder
+from slimectl.system.event_loop import run_coroutine
+from slimectl.system.http import get
+from slimectl.system.loopback import bypass_proxies, scratch_folder
+from slimectl.system.stdio import logger
 
 TAIL_BYTES = 256 * 1024
 

@@ -13,8 +13,8 @@ from slimectl.engines.sglang.topology import ServerSpec
 from slimectl.engines.supervisor.installed import InstalledServer, language_config
 from slimectl.engines.supervisor.server_process import ServerOptions, ServerProcess, ServerProgram
 from slimectl.errors import BackendError, SettingsError
-from slimectl.transport.event_loop import run_coroutine
-from slimectl.transport.http import request
+from slimectl.system.event_loop import run_coroutine
+from slimectl.system.http import request
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 

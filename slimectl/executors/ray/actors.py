@@ -19,7 +19,7 @@ from slimectl.executors.rank_group import GRACE_S
 from slimectl.executors.rank_process import picklable_error
 from slimectl.executors.ray.cluster import ActorLocation, DriverEnvironment, ray
 from slimectl.executors.ray.failures import death_reason, tail_at
-from slimectl.registry.garbage import frozen_objects
+from slimectl.plugins.garbage import frozen_objects
 
 THREADS = 32
 """Maximum number of concurrent calls and streams of one object."""

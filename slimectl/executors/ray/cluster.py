@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slimectl import stdio
 from slimectl.errors import BackendError, MissingExtraError, SettingsError
 from slimectl.executors.child_processes import redirect
-from slimectl.transport.loopback import has_room, scratch_folder
+from slimectl.system import stdio
+from slimectl.system.loopback import has_room, scratch_folder
 
 try:
     import ray

@@ -25,7 +25,7 @@ from slimectl.executors.ray.rank_group import RayRanks, started
 from slimectl.executors.time_limits import Limited, wall_limit
 from slimectl.planner.placement import Placement
 from slimectl.protocols import Serve
-from slimectl.transport.loopback import bypass_proxies
+from slimectl.system.loopback import bypass_proxies
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

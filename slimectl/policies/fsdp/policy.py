@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slimectl.model_files import trainer_folder
 from slimectl.policies.checkpoint import VALUE_HEAD, check_value_head, new_trainer_folder, read_tensors, write_float32
 from slimectl.policies.fsdp.model import PackedModel
 from slimectl.policies.fsdp.packed_batch import PackedBatch
 from slimectl.policies.fsdp.trainer import FsdpTrainer
 from slimectl.protocols import CheckpointFormat
+from slimectl.system.model_files import trainer_folder
 from slimectl.types import TokenBatch, TrainingSample
 
 

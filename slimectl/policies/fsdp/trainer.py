@@ -27,7 +27,6 @@ from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.data.images import processor_of
 from slimectl.data.routed_experts import routing_marks
 from slimectl.errors import CheckpointError
-from slimectl.model_files import trainer_folder
 from slimectl.policies.checkpoint import (
     MOMENTS,
     OPTIMIZER,
@@ -60,6 +59,7 @@ from slimectl.policies.token_batch import (
     response_tokens,
 )
 from slimectl.protocols import Adapter, CheckpointFormat, NamedTensors
+from slimectl.system.model_files import trainer_folder
 from slimectl.types import Loss, Metrics, TokenBatch, TrainingSample
 
 LAYER_PARAMETERS = 2

@@ -35,7 +35,6 @@ from slimectl.checkpoints.torch_dist.archive import FileRange, check_stored
 from slimectl.checkpoints.torch_dist.mapping import CARRIED
 from slimectl.checkpoints.torch_dist.metadata import read_metadata
 from slimectl.errors import CheckpointError, first_line
-from slimectl.model_files import check_file, check_model_files, open_file, trainer_folder
 from slimectl.policies.checkpoint import (
     MOMENTS,
     OPTIMIZER,
@@ -52,6 +51,7 @@ from slimectl.policies.megatron.optimizer import drop_gradients, inners, set_opt
 from slimectl.policies.megatron.parameters import DistributedParameters
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.protocols import CheckpointFormat
+from slimectl.system.model_files import check_file, check_model_files, open_file, trainer_folder
 
 CONTENT = {
     # Every moment has the shape of its parameter, the only form that can be resharded.

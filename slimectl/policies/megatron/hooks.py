@@ -9,9 +9,9 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 
 from slimectl.architectures.parallel import ParallelLayout
+from slimectl.plugins.callables import Hook
 from slimectl.policies.megatron.model import PackedGPT
 from slimectl.policies.megatron.own_model import adopted
-from slimectl.user_code import Hook
 
 
 @dataclass(frozen=True)

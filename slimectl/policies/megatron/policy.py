@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from slimectl.architectures.mapping import ParamMapping
-from slimectl.model_files import trainer_folder
 from slimectl.policies.checkpoint import VALUE_HEAD, check_value_head, new_trainer_folder, read_tensors, write_float32
 from slimectl.policies.lm_head import of_logits
 from slimectl.policies.megatron.batch import MicroBatch
@@ -28,6 +27,7 @@ from slimectl.policies.megatron.parameters import HEAD
 from slimectl.policies.megatron.trainer import MegatronTrainer
 from slimectl.policies.token_batch import available_columns, response_tokens
 from slimectl.protocols import CheckpointFormat, NamedTensors, Weights
+from slimectl.system.model_files import trainer_folder
 from slimectl.types import Loss, Metrics, TrainingSample
 
 

@@ -22,8 +22,8 @@ from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.server.access import Guard, own_names
 from slimectl.engines.server.app import running
 from slimectl.engines.server.state import ServerConfig, Service
-from slimectl.transport.listening import bound
-from slimectl.weight_sync.delta_format import DeltaFile
+from slimectl.engines.weight_sync.delta_format import DeltaFile
+from slimectl.system.listening import bound
 
 ADMIN_KEY = "admin-key-of-the-tests"
 

@@ -16,13 +16,13 @@ from slimectl.checkpoints.hf import HFCheckpoint, write_model
 from slimectl.data.hashing import tensor_checksum
 from slimectl.engines.api_keys import ServerKeys
 from slimectl.engines.sglang.weight_client import SglangWorkers
+from slimectl.engines.weight_sync.base import WeightSyncBase, cast
+from slimectl.engines.weight_sync.distributed import DistributedSync
+from slimectl.engines.weight_sync.memory import TensorSync
 from slimectl.errors import BackendError
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
-from slimectl.weight_sync.base import WeightSyncBase, cast
-from slimectl.weight_sync.distributed import DistributedSync
-from slimectl.weight_sync.memory import TensorSync
 
 ModelDir = Callable[..., Path]
 TARGETS = ("q_proj", "up_proj", "down_proj")

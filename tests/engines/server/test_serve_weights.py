@@ -19,8 +19,8 @@ import torch
 from slimectl.checkpoints.create import create_model
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.data.hashing import tensor_checksum
-from slimectl.weight_sync.delta import write_delta
-from slimectl.weight_sync.delta_format import Versions
+from slimectl.engines.weight_sync.delta import write_delta
+from slimectl.engines.weight_sync.delta_format import Versions
 
 Tensors = dict[str, torch.Tensor]
 PROMPT = list(b"once upon a time")
@@ -179,7 +179,7 @@ class SharedPort:
     """A port that nobody has."""
 
     def __enter__(self) -> int:
-        from slimectl.transport.listening import bound
+        from slimectl.system.listening import bound
 
         with bound("127.0.0.1", 0) as probe:
             return int(probe.getsockname()[1])

@@ -19,7 +19,7 @@ from slimectl.engines.http.client import HttpEngine
 from slimectl.engines.sglang.launch import router_server
 from slimectl.engines.sglang.topology import groups_of
 from slimectl.engines.supervisor.server_pool import ServerPool
-from slimectl.transport.http import get
+from slimectl.system.http import get
 from slimectl.types import Completion
 
 

@@ -18,7 +18,7 @@ from slimectl.engines.sglang.launch import router_server
 from slimectl.engines.sglang.weight_client import SglangWorkers
 from slimectl.engines.supervisor.server_pool import ServerPool
 from slimectl.errors import BackendError
-from slimectl.transport.http import get
+from slimectl.system.http import get
 from slimectl.types import Completion, SamplingParams
 
 PROMPTS = [[*b"once upon a time", 65 + i] for i in range(12)]

@@ -14,7 +14,7 @@ from slimectl.engines.supervisor.node_group import NodeGroup, interface_variable
 from slimectl.engines.supervisor.server_pool import ServerPool
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
-from slimectl.transport.http import get
+from slimectl.system.http import get
 
 NODE = """
     node, meeting, failing = "{node}", sys.argv[3], sys.argv[4:]

@@ -21,7 +21,7 @@ from small_server import server
 from slimectl.engines.supervisor import server_process
 from slimectl.engines.supervisor.server_process import ServerOptions, ServerProcess, ServerProgram, error_line
 from slimectl.errors import BackendError
-from slimectl.transport.http import get
+from slimectl.system.http import get
 
 
 def status(url: str) -> int:

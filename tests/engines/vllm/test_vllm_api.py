@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slimectl.builders.installed_engines import VllmBackend
 from slimectl.checkpoints.create import byte_tokenizer
 from slimectl.data.routed_experts import decoded
 from slimectl.engines.api_keys import ServerKeys
@@ -32,6 +31,7 @@ from slimectl.engines.supervisor.server_process import ServerOptions, ServerProc
 from slimectl.engines.vllm import launch
 from slimectl.engines.vllm.api import VllmApi
 from slimectl.errors import BackendError, SettingsError
+from slimectl.runtime.builders.installed_engines import VllmBackend
 from slimectl.settings import Settings
 from slimectl.types import SamplingParams
 

@@ -17,8 +17,8 @@ from slimectl.architectures.config import Architecture, with_defaults
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.architectures.registry import family_of
 from slimectl.errors import SettingsError
+from slimectl.migrate.launch_scripts.megatron import ARGUMENTS
 from slimectl.policies.megatron.config import ACTING, FP8_ARGUMENTS, Recompute, args_of, check_args, transformer_config
-from slimectl.settings.launch_scripts.megatron import ARGUMENTS
 
 
 def architecture(name: str) -> Architecture:

@@ -16,14 +16,14 @@ from policies.policy_cases import Clipped, random_rows
 from rank_cases import STEADY, Ranks, megatron
 
 from slimectl.architectures.parallel import ParallelLayout
-from slimectl.builders import check_policy, convert
-from slimectl.builders.models import version_of
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
 from slimectl.checkpoints.torch_dist.metadata import read_metadata
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.runtime.builders import check_policy, convert
+from slimectl.runtime.builders.models import version_of
 from slimectl.settings import Settings
 
 ModelDir = Callable[..., Path]

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from slimectl.architectures.registry import family_of
 from slimectl.errors import CheckpointError, HookError, SettingsError
+from slimectl.plugins.callables import Hook
 from slimectl.policies.megatron.hooks import UserFunctions
 from slimectl.policies.megatron.parameters import global_name
-from slimectl.user_code import Hook
 
 ModelDir = Callable[..., Path]
 VOCABULARY = 259

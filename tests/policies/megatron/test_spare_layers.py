@@ -15,9 +15,9 @@ from rank_cases import Ranks, megatron
 from safetensors.torch import load_file, save_file
 
 from slimectl.architectures.parallel import ParallelLayout
-from slimectl.builders import convert
 from slimectl.checkpoints.create import create_model
 from slimectl.policies.lora import LoraOptions
+from slimectl.runtime.builders import convert
 
 WIDTH, LAYER = 32, "model.layers.2."
 SHAPE: dict[str, Any] = {

@@ -1,1 +1,0 @@
-"""The stages as Python functions. `slimectl` re-exports them, and the commands call them too."""

@@ -1,0 +1,109 @@
+"""Compares the logits of a converted model with the logits of its source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimectl.architectures.cards import language_model
+from slimectl.architectures.config import Config
+from slimectl.architectures.config_defaults import STAND_INS
+from slimectl.architectures.image_tokens import MODEL_TYPES
+from slimectl.checkpoints.conversion.sources import Source
+from slimectl.checkpoints.quantization import Dequantized, scheme_of
+from slimectl.errors import BackendError, CheckpointError, SlimectlError
+from slimectl.protocols import Weights
+
+TOLERANCE = 1e-3
+"""Largest difference of logits, relative to their largest magnitude, that float32 rounding can cause."""
+
+
+def check_logits(source: Source, staged: Path, result: Weights, to: str, count: int, *, exact: bool) -> dict[str, Any]:
+    """Run source and result on `count` tokens in float32. Returns their difference, and the reader of the source.
+
+    If a model cannot be run here, the result has the reason. Raises CheckpointError if the values are the same but the
+    logits are not.
+    """
+    tokens = torch.arange(count) * 7919 % int(language_model(source.config).get("vocab_size", 2))
+    try:
+        expected = _hf_logits(source.reference or source.config, source.weights, tokens)
+        actual = (
+            _megatron_logits(source, result, tokens) if to == "torch_dist" else _result_logits(staged, result, tokens)
+        )
+    except Exception as error:
+        # An untrusted config can make transformers or mcore raise anything. Values are still verified.
+        line = (str(error).strip().splitlines() or [""])[0]
+        reason = line if isinstance(error, SlimectlError) else f"{type(error).__name__}: {line}"
+        return {"logits": f"not compared ({reason:.300})"}
+    difference = (expected - actual).abs().max().item()
+    if exact and not difference <= TOLERANCE * expected.abs().max().item():
+        raise CheckpointError(
+            f"verifying: logits differ by {difference:.3g} although no number was changed. The result was deleted"
+        )
+    return {"logits_max_difference": float(f"{difference:.3g}"), "logits_compared_with": source.reader}
+
+
+def _result_logits(staged: Path, result: Weights, tokens: Tensor) -> Tensor:
+    """Logits of a Hugging Face result with its written config."""
+    import json
+
+    return _hf_logits(json.loads((staged / "config.json").read_text(encoding="utf-8")), result, tokens)
+
+
+@torch.no_grad()
+def _hf_logits(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
+    """Logits [T, V] of transformers' model of that configuration. Quantized weights are dequantized.
+
+    Raises CheckpointError if transformers has none.
+    """
+    import transformers
+
+    if scheme := scheme_of(config):
+        weights = Dequantized(weights, scheme, torch.float32)
+
+    transformers.utils.logging.disable_progress_bar()
+    model_config = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
+    model_config["model_type"] = STAND_INS.get(model_config["model_type"], model_config["model_type"])
+    try:
+        hf_config = transformers.AutoConfig.for_model(**model_config)
+        auto = transformers.AutoModelForCausalLM
+        if model_config["model_type"] in MODEL_TYPES:
+            auto = transformers.AutoModelForImageTextToText
+        kind = auto._model_mapping[type(hf_config)]
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"transformers has no model for model_type {config.get('model_type')!r}") from error
+    tensors = {name: weights.get(name) for name in weights.forms()}
+    # from_pretrained, because modules of some families store their experts in one tensor and checkpoints do not.
+    model = kind.from_pretrained(
+        None, config=hf_config, state_dict=tensors, dtype=torch.float32, attn_implementation="eager"
+    )
+    logits: Tensor = model(tokens[None]).logits[0]
+    return logits
+
+
+@torch.no_grad()
+def _megatron_logits(source: Source, result: Weights, tokens: Tensor) -> Tensor:
+    """Logits [T, V] of mcore's GPTModel in a single process. Raises BackendError if megatron-core is missing."""
+    from slimectl.architectures.parallel import ParallelLayout
+    from slimectl.policies.megatron import parallel
+    from slimectl.policies.megatron.batch import packed
+    from slimectl.policies.megatron.model import build, device
+
+    model, layout, running = source.needed_model(), ParallelLayout(), torch.distributed.is_initialized()
+    parallel.start(layout, seed=0)
+    try:
+        (gpt,) = build(model.architecture, layout, dtype=torch.float32)
+        state_dict = gpt.state_dict()
+        missing = [link.megatron for link in model.links if link.megatron not in state_dict]
+        if missing:
+            raise BackendError(f"Megatron's model of {model.family.name} is not built here: no {missing[0]}")
+        for link in model.links:
+            state_dict[link.megatron].copy_(link.to_megatron([result.get(name) for name in link.hf]))
+        row = packed([len(tokens)], layout, rank=0, device=device())
+        return torch.nn.functional.linear(gpt(tokens.to(device()), row)[:, 0], gpt.output_weight).cpu()
+    finally:
+        if not running:
+            parallel.stop()

@@ -1,1 +1,0 @@
-"""Adapter to functions that were written for slime: `flags` for `args`, and `shapes` for calls and results."""

@@ -1,0 +1,1 @@
+"""Readers of what other stacks wrote: launch scripts, functions and dumps."""

@@ -1,0 +1,215 @@
+"""The table of ROLL's YAML keys, with the setting for each."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from slimectl.migrate.launch_scripts.conversion import Row, namesakes, renamed
+from slimectl.migrate.launch_scripts.flags import Flag
+from slimectl.migrate.launch_scripts.values import (
+    FILTERED,
+    KERNELS,
+    LOSS,
+    MASK,
+    NOT_TRUNCATED,
+    OBJECTIVE,
+    OFF,
+    REUSE,
+    REWARD,
+    Always,
+    ahead,
+    choice,
+    integer,
+    layers,
+    named_datasets,
+    off,
+    on,
+    positive,
+    share,
+    texts,
+    trackers,
+)
+from slimectl.migrate.launch_scripts.verl_keys import SIZES, prefixed
+
+TRAIN, INFER = "actor_train.", "actor_infer."
+LAYOUT = "the reference and rewards have no GPUs of their own; verifiers run in worker processes"
+REPORTS = "records are in the run's folder, and every step is reported"
+REWARDS = "set score.rm_type to a verifier (docs/verifiers.md): math, code, ifeval, judge, …"
+
+RUNNING = (
+    *renamed("exp_name=run.name output_dir=run.dir num_gpus_per_node=cluster.num_gpus_per_node "
+             "num_nodes=cluster.actor_num_nodes"),
+    Row("seed", "run.seed", default=42),
+    Row("max_steps", "run.num_rollout", convert=positive, default=500),
+    Row("save_steps", "run.save_interval", convert=positive, default=50),
+    Row("eval_steps", "eval.interval", convert=positive, default=10),
+    Row("max_ckpt_to_keep", "run.keep_checkpoints", "0 is all", lambda flag: integer(flag) or None),
+    Row("track_with", "track.with", "tensorboard there without it, only stdout here", trackers),
+    Row("trackio_max_traces_per_step", text="traces are not sent; track.samples sends samples of evaluations"),
+    Row("model_update_buffer_size_mb", "sync.update_weight_buffer_size", "in MiB here, too", integer, default=1024),
+    Row("defaults", text="the files lie elsewhere: allow their folder by --root DIR"),
+    Row("logging_dir logging_steps profiler_output_dir rollout_dump_dir render_save_dir system_envs.NCCL_DEBUG "
+        "profiler_timeline resume_from_checkpoint rpc_timeout max_running_requests generate_opt_level model_name "
+        "track_name checkpoint_config.NAME hydra.NAME profiler.NAME num_env_workers", text=REPORTS),
+)  # fmt: skip
+ROLLOUT = (
+    Row("rollout_batch_size", "run.rollout_batch_size", "with environments episodes, by group_size", default=128),
+    Row("prompt_length", "rollout.max_prompt_len", default=1024),
+    Row("response_length", "rollout.max_response_len", "sequence_length less prompt_length without it"),
+    *renamed("sequence_length=rollout.max_context_len train_batch_size=train.global_batch_size "
+             "prompt_key=rollout.input_key response_key=rollout.label_key "
+             "validation.generating_args.num_return_sequences=eval.n_samples_per_prompt "
+             "validation.generating_args.max_new_tokens=eval.max_response_len"),
+    Row("num_return_sequences_in_group", "rollout.n_samples_per_prompt", default=1),
+    Row("system_key query_key", text="put the text of the column into messages (docs/records.md)"),
+    Row("chosen_key rejected_key", text="rows of preferences have prompt, chosen and rejected (docs/records.md)"),
+    Row("global_template validation.data_args.NAME", text="the chat template is the model's"),
+    Row("validation.eval_steps", text="eval_steps is eval.interval"),
+    Row("is_num_return_sequences_expand val_batch_size", text="requests are sent one by one to the engines"),
+    Row("async_generation_ratio", "run.async_level", "rounds, rounded up. 0 turns it off", ahead),
+    Row("use_additional_prompts dynamic_sampling_cfg", text="set rollout.dynamic_sampling_filter_path"),
+    Row("pretrain actor_train.model_args.model_name_or_path", "model.path"),
+    Row("critic.model_args.model_name_or_path reward_pretrain", "algorithm.critic_load"),
+    Row("critic.training_args.learning_rate", "algorithm.critic_lr", default=5e-5),
+    Row(f"{INFER}generating_args.max_new_tokens", "rollout.max_response_len"),
+    Row(f"{INFER}generating_args.top_p", "rollout.top_p", default=0.7),
+    Row(f"{INFER}generating_args.top_k", "rollout.top_k", default=50),
+    Row(f"{INFER}generating_args.temperature", "rollout.temperature", default=0.95),
+    *(Row(f"{role}.generating_args.{name}", f"{section}.{name}", text)
+      for role, section in (("actor_infer", "rollout"), ("validation", "eval"))
+      for name, text in (("repetition_penalty", "only vLLM also counts the prompt"), ("presence_penalty", ""),
+                         ("frequency_penalty", ""))),
+    Row(f"{INFER}generating_args.num_return_sequences", "rollout.n_samples_per_prompt"),
+    Row(f"{INFER}generating_args.num_beams {INFER}generating_args.do_sample validation.generating_args.num_beams",
+        text="responses are sampled"),
+    Row(f"{INFER}generating_args.stop_strings", "rollout.stop", convert=texts),
+    Row(f"{INFER}generating_args.include_stop_str_in_output", text="a response has what its engine returns"),
+    Row(f"{INFER}generating_args.NAME", text="responses are sampled from the policy as it is"),
+    Row("max_tokens_per_step", "rollout.env_turn_tokens", "with rollout.env"),
+    Row("max_actions_per_traj", "rollout.env_max_turns", "with rollout.env"),
+    Row("train_env_manager.group_size", "rollout.n_samples_per_prompt", "episodes of one start"),
+    Row("train_env_manager.num_env_groups", "rollout.env_concurrency", "times group_size, with rollout.env"),
+    Row("custom_envs.NAME custom_env.NAME val_env_manager.NAME train_env_manager.NAME", text="set rollout.env"),
+    Row("env_manager_cls agent_config_common.NAME env_config.NAME agent_system_template agent_template",
+        text="an environment is rollout.env, a program rollout.agent (docs/environments.md, docs/agents.md)"),
+    Row(f"{INFER}strategy_args.strategy_name", "engine.backend", convert=choice("vllm sglang", hf_infer="embedded")),
+    Row(prefixed(INFER, "num_gpus_per_worker strategy_args.strategy_config.tensor_parallel_size "
+                 "strategy_args.strategy_config.tp_size"), "cluster.rollout_num_gpus_per_engine"),
+    Row(prefixed(f"{INFER}strategy_args.strategy_config.", "load_format sleep_level"),
+        text="engines load model.path"),
+    Row(f"{INFER}device_mapping", "cluster.rollout_num_gpus", "the number of devices", lambda flag: len(devices(flag))),
+    Row(f"{INFER}model_args.dtype {INFER}model_args.torch_dtype", "engine.dtype",
+        convert=choice(bf16="bfloat16", fp32="float32", fp16="float16"), default="bfloat16"),
+    Row(f"{INFER}worker_cls {TRAIN}worker_cls", text="an agent or a reward of yours is a hook (docs/hooks.md)"),
+    Row(prefixed(INFER, "infer_batch_size use_sequence_packing data_args.template name model_args.NAME"),
+        text="engines form batches"),
+    Row("validation.data_args.file_name", "eval.data", "each file becomes a table, called after it", named_datasets),
+    Row("validation.generating_args.top_p", "eval.top_p", default=0.7),
+    Row("validation.generating_args.top_k", "eval.top_k", default=50),
+    Row("validation.generating_args.temperature", "eval.temperature", default=0.95),
+)  # fmt: skip
+ALGORITHM = (
+    Row("adv_estimator", "algorithm.name", "gae is ppo",
+        choice("grpo rloo gspo", gae="ppo", reinforce="reinforce_plus_plus")),
+    Row("pg_variant actor_train.pg_variant", "algorithm.name",
+        convert=choice("gspo cispo", vanilla="grpo", ppo="grpo")),
+    *namesakes("algorithm", "gamma lambd kl_loss_coef"),
+    Row("pg_clip", "algorithm.eps_clip", default=0.2),
+    Row("pg_clip_low", "algorithm.eps_clip", "with use_pg_clip_range"),
+    Row("pg_clip_high", "algorithm.eps_clip_high", "with use_pg_clip_range; pg_clip without it"),
+    Row("value_clip", "algorithm.value_clip", "no bound there without it"),
+    Row("dual_clip_loss", "algorithm.eps_clip_c", "true is 1 + 2 pg_clip", lambda flag: 1.4 if on(flag) else None),
+    Row("loss_agg_mode", "algorithm.calculate_per_token_loss", "token-mean is true, seq-mean-token-mean false",
+        choice(token_mean=True, seq_mean_token_mean=False, seq_mean_token_sum=False), default=False),
+    Row("whiten_advantages", "algorithm.normalize_advantages", convert=on),
+    Row("use_kl_loss", "algorithm.kl_loss_coef", "a coefficient above 0 switches it on"),
+    Row("add_token_level_kl", "algorithm.kl_coef", "a coefficient above 0 switches it on"),
+    *renamed("init_kl_coef=algorithm.kl_coef entropy_loss_coef=algorithm.entropy_coef "
+             "critic_warmup=algorithm.num_critic_only_steps"),
+    Row("advantage_clip difficulty_loss_weight length_loss_weight ipo", text=LOSS, neutral=OFF),
+    Row("difficulty_mask error_max_len_clip", text=MASK, neutral=OFF),
+    Row("reward_norm reward_shift reward_scale whiten_rewards", text=REWARD, neutral=OFF),
+    Row("query_filter_config.type", text=FILTERED, neutral="no_filter"),
+    Row("reward_clip norm_mean_type norm_std_type kl_penalty target_kl kl_horizon difficulty_low_threshold "
+        "difficulty_high_threshold use_pg_clip_range train_infer_correction batch_adjust_mode step_reward_gamma "
+        "reward_normalization.NAME ratio_type loss_agg_mode_NAME enable_old_logprobs_recompute episode_reward_weight "
+        "step_reward_weight query_filter_config.NAME rlvr_option.NAME", text=OBJECTIVE),
+    Row("max_len_mask", "rollout.sample_filter_path", convert=Always(NOT_TRUNCATED)),
+    Row("beta", "algorithm.beta", "of dpo"),
+    Row("label_smoothing", "algorithm.label_smoothing", "of dpo"),
+    Row("teacher.model_args.model_name_or_path", "algorithm.opd_teacher_load", "with student_train"),
+    Row("teacher.NAME opsd_mode opsd_solution_key opsd_max_solution_length distill_loss_weight distill_on_prompt "
+        "logits_topk teacher_temperature student_temperature kd_objective adaptive_kl_alpha is_pure_opd",
+        text="the teacher reads what the policy reads; its divergence is each token's own (algorithm.opd_kl_coef)"),
+    Row("enable_reference", text="there is a reference where a coefficient of divergence is above 0"),
+    Row("ppo_epochs", text=REUSE, neutral="1"),
+)  # fmt: skip
+TRAINING = (
+    Row(f"{TRAIN}training_args.learning_rate", "train.lr", default=5e-5),
+    *namesakes("train", "weight_decay adam_beta1", flag=f"{TRAIN}training_args."),
+    *renamed("training_args.warmup_steps=train.lr_warmup_iters model_update_frequency=sync.update_weights_interval "
+             "model_args.lora_alpha=train.lora_alpha max_tokens_per_microbatch_in_train=train.max_tokens_per_gpu "
+             "data_args.prompt=rollout.input_key data_args.messages=rollout.input_key", flag=TRAIN),
+    Row(f"{TRAIN}training_args.lr_scheduler_type", "train.lr_decay_style",
+        convert=choice("constant linear cosine", constant_with_warmup="constant"), default="linear"),
+    Row(f"{TRAIN}training_args.max_grad_norm max_grad_norm", "train.clip_grad"),
+    Row(f"{TRAIN}training_args.adam_beta2", "train.adam_beta2", default=0.999),
+    Row(prefixed(f"{TRAIN}training_args.", "per_device_train_batch_size gradient_accumulation_steps"),
+        "train.global_batch_size", "the product of both and of the ranks"),
+    Row(f"{TRAIN}training_args.bf16", text="train.dtype is bfloat16 without actor_train.model_args.dtype"),
+    Row(f"{TRAIN}training_args.warmup_ratio", "train.lr_warmup_fraction", convert=share),
+    Row(f"{TRAIN}training_args.num_train_epochs {TRAIN}training_args.max_steps", text="max_steps is run.num_rollout"),
+    Row(f"{TRAIN}model_args.dtype {TRAIN}model_args.torch_dtype", "train.dtype",
+        convert=choice(bf16="bfloat16", fp32="float32"), default="bfloat16"),
+    Row(f"{TRAIN}model_args.disable_gradient_checkpointing", "train.gradient_checkpointing", "the opposite", off,
+        default=True),
+    Row(f"{TRAIN}model_args.lora_rank", "train.lora_rank", convert=positive),
+    Row(f"{TRAIN}model_args.lora_target", "train.lora_targets", convert=layers),
+    Row(f"{TRAIN}model_args.freeze_module_prefix", "train.freeze_vision_tower", "vision_model is true",
+        choice(vision_model=True)),
+    Row("lora_rank lora_alpha lora_target", text="actor_train takes them over by ${…}: train.lora_rank"),
+    Row(f"{TRAIN}model_args.lora_dropout {TRAIN}model_args.autocast_adapter_dtype", text="adapters are in float32"),
+    Row(f"{TRAIN}model_args.model_config_kwargs.NAME", text="the model's shape comes from its config.json"),
+    Row(prefixed(TRAIN, "model_args.NAME use_remove_padding offload_nccl logits_in_fp32 infer_batch_size "
+                 "use_sequence_packing name"), text=KERNELS),
+    Row(f"{TRAIN}use_dynamic_batching_in_train", "train.use_dynamic_batch_size", convert=on),
+    Row(f"{TRAIN}use_dynamic_batching_in_infer {TRAIN}max_tokens_per_microbatch_in_infer",
+        text="set train.max_tokens_per_gpu"),
+    Row(f"{TRAIN}data_args.file_name", "rollout.data", convert=texts),
+    Row(f"{TRAIN}data_args.tag {TRAIN}data_args.response {TRAIN}data_args.id", text="set score.rm_options.column"),
+    Row(prefixed(f"{TRAIN}data_args.", "template dataset_dir preprocessing_num_workers interleave_probs "
+                 "domain_interleave_probs dataset_type domain_interleave_probs.NAME"),
+        text="the chat template is the model's; rollout.data_weights mixes sources"),
+    Row(f"{TRAIN}strategy_args.strategy_name", "train.backend",
+        convert=choice(megatron_train="megatron", deepspeed_train="fsdp", fsdp2_train="fsdp", fsdp_train="fsdp")),
+    *(Row(f"{TRAIN}strategy_args.strategy_config.{size}", f"megatron.{size}",
+          "1 turns it off" if "virtual" in size else "",
+          (lambda flag: max(2, integer(flag)) if integer(flag) > 1 else None) if "virtual" in size else None)
+      for size in SIZES),
+    Row(f"{TRAIN}strategy_args.strategy_config.use_distributed_optimizer", "megatron.use_distributed_optimizer",
+        convert=on),
+    Row(f"{TRAIN}strategy_args.strategy_config.NAME", "megatron.args.NAME", "also additional_configs"),
+    Row(f"{TRAIN}strategy_args.strategy_config.sequence_parallel", text="on with tensor parallelism"),
+    Row(f"{TRAIN}device_mapping", "cluster.actor_num_gpus_per_node", "the number of devices",
+        lambda flag: len(devices(flag))),
+)  # fmt: skip
+GROUPS = {"Running": RUNNING, "Rollout": ROLLOUT, "Algorithm": ALGORITHM, "Training": TRAINING}
+DEVICES = re.compile(r"list\(range\((\d+)(?:,\s*(\d+))?\)\)")
+
+
+def devices(flag: Flag) -> list[int]:
+    """The devices of a mapping: a list, `list(range(0, 8))`, or a sum of these. Raises ValueError for others."""
+    if len(flag.values) == 1 and "+" in flag.texts[0]:
+        parts = [replace(flag, values=(replace(flag.values[0], text=text),)) for text in flag.texts[0].split("+")]
+        return [device for part in parts for device in devices(part)]
+    if len(flag.values) == 1 and (match := DEVICES.fullmatch(flag.texts[0].strip())):
+        first, last = match.groups()
+        start, end = (0, int(first)) if last is None else (int(first), int(last))
+        if end - start > 100_000:
+            raise ValueError("has too many devices")
+        return list(range(start, end))
+    numbers = [word for text in flag.texts for word in text.strip("[]").split(",") if word.strip()]
+    if not numbers or not all(word.strip().isdigit() for word in numbers):
+        raise ValueError("is an expression of Python. Set the number of GPUs by hand")
+    return [int(word) for word in numbers]

@@ -1,0 +1,114 @@
+"""Builds executors and the GPU placement from settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import BaseModel
+
+from slimectl.errors import MissingExtraError, SettingsError
+from slimectl.planner.placement import Placement
+from slimectl.plugins.registry import EXECUTORS
+from slimectl.runtime.builders.backends import backend
+from slimectl.runtime.builders.models import device
+from slimectl.settings import Settings
+
+if TYPE_CHECKING:
+    from slimectl.executors.local import LocalExecutor
+    from slimectl.protocols import Executor
+
+
+def placement(settings: Settings) -> Placement:
+    """Assign the GPUs of every machine to trainer ranks and engines."""
+    cluster = settings.cluster
+    on_gpu = "cuda" in (settings.train.device, settings.engine.device) or device("auto") == "cuda"
+    return Placement(
+        actor_nodes=cluster.actor_num_nodes,
+        actor_gpus_per_node=cluster.actor_num_gpus_per_node,
+        engine_gpus=() if settings.engine.url else settings.engine_gpus,
+        gpus_per_node=cluster.num_gpus_per_node,
+        colocate=cluster.colocate,
+        on_gpu=on_gpu,
+    )
+
+
+class ExecutorBackend:
+    """Base class of executor backends. Other packages derive from it, with a constructor without arguments."""
+
+    settings_class: ClassVar[type[BaseModel] | None] = None
+    """Class of the executor's own settings section, which has the executor's name. None if there is none."""
+
+    def check(self, settings: Settings) -> None:
+        """Check that it can work, before anything is built. Raises an error with the remedy."""
+
+    def spans_machines(self, settings: Settings) -> bool:
+        """Return whether servers that it hosts must be reachable from other machines."""
+        return True
+
+    def build(self, settings: Settings, *, logs: Path | None, trains: bool) -> Executor:
+        """Build the executor. Ranks and actors log to files in `logs`. Ranks get GPUs only if `trains` is true."""
+        raise NotImplementedError
+
+
+class LocalBackend(ExecutorBackend):
+    """Threads and processes of this machine."""
+
+    def spans_machines(self, settings: Settings) -> bool:
+        return False
+
+    def build(self, settings: Settings, *, logs: Path | None, trains: bool) -> Executor:
+        from slimectl.executors.local import LocalExecutor
+
+        return LocalExecutor(logs=logs)
+
+
+class RayBackend(ExecutorBackend):
+    """A Ray cluster, or one that is started on this machine."""
+
+    def check(self, settings: Settings) -> None:
+        if find_spec("ray") is None:
+            raise MissingExtraError("ray", extra="ray", wanted_by='cluster.executor = "ray"')
+        if settings.cluster.ray_address is not None:
+            from slimectl.executors.ray.cluster import check_address
+
+            check_address(settings.cluster.ray_address)
+        if problems := list(placement(settings).problems()):
+            raise SettingsError("\n".join(problems))
+
+    def spans_machines(self, settings: Settings) -> bool:
+        return settings.cluster.ray_address is not None
+
+    def build(self, settings: Settings, *, logs: Path | None, trains: bool) -> Executor:
+        self.check(settings)
+        from slimectl.executors.ray import RayExecutor
+
+        places = placement(settings) if trains else replace(placement(settings), actor_nodes=0)
+        return RayExecutor(settings.cluster.ray_address, placement=places if places.bundles else None, logs=logs)
+
+
+def executor_backend(settings: Settings) -> ExecutorBackend:
+    """Return what cluster.executor names."""
+    return backend(EXECUTORS, settings.cluster.executor, ExecutorBackend)
+
+
+def check_executor(settings: Settings) -> None:
+    """Check the executor before anything is built. Raises MissingExtraError, SettingsError or BackendError."""
+    executor_backend(settings).check(settings)
+
+
+def executor(settings: Settings, *, logs: Path | None = None, trains: bool = True) -> Executor:
+    """Build the executor that cluster.executor names. Output of ranks and actors goes to files in `logs`.
+
+    Without `trains`, no GPUs are reserved for ranks.
+    """
+    return executor_backend(settings).build(settings, logs=logs, trains=trains)
+
+
+def graders() -> LocalExecutor:
+    """Build the executor of the processes of this machine that grade samples."""
+    from slimectl.executors.local import LocalExecutor
+
+    return LocalExecutor()

@@ -1,0 +1,176 @@
+"""Builds the frozen models: a reference, which may be updated from the policy during a run, and a teacher."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST, remove_made
+from slimectl.data.run_dir import write_folder
+from slimectl.errors import SettingsError
+from slimectl.hooks import TRAINING_HOOKS, check_hooks
+from slimectl.runtime.builders.engines import server_api
+from slimectl.runtime.builders.models import model_folder, tokenizer
+from slimectl.runtime.builders.policies import critic, frozen, policy, total_steps
+from slimectl.settings import Settings
+from slimectl.settings.needs import Need
+from slimectl.settings.secret import reveal
+from slimectl.system.model_files import TRAINER_STATE
+
+if TYPE_CHECKING:
+    from slimectl.protocols import Executor, LogProbModel, Policy
+
+
+def reference(settings: Settings, start: Path, *, executor: Executor | None = None) -> Policy | None:
+    """Build the frozen reference from algorithm.ref_load or the model at `start`, or None if no KL is measured."""
+    if Need.REFERENCE not in settings.algorithm.needs:
+        return None
+    path = settings.algorithm.reference_load
+    folder = model_folder(path, setting="algorithm.ref_load") if path else start
+    return frozen(settings, folder, executor=executor)
+
+
+def teacher(settings: Settings, start: Path, *, executor: Executor | None = None) -> LogProbModel | None:
+    """Build the frozen teacher of on-policy distillation, which shares the vocabulary of the model at `start`.
+
+    Raises SettingsError for distillation without a teacher or with a teacher of another vocabulary. Raises BackendError
+    if a teacher server does not answer.
+    """
+    options = settings.algorithm.teacher_options
+    if options is None:
+        return None
+    if options.urls:
+        from slimectl.engines.http.log_prob_client import RemoteLogProbModel
+
+        limit = settings.engine.request_timeout_s
+        urls = reveal(list(options.urls), setting="algorithm.opd_teacher_url")
+        api = server_api(options.api)
+        remote_model = RemoteLogProbModel(urls, api=api, setting="algorithm.opd_teacher_url", timeout_s=limit)
+        remote_model.check_vocabulary(tokenizer(start), of=start)
+        return remote_model
+    folder = model_folder(options.load, setting="algorithm.opd_teacher_load")
+    if tokenizer(folder).get_vocab() != tokenizer(start).get_vocab():
+        raise SettingsError(
+            f"algorithm.opd_teacher_load: {folder} has another vocabulary than {start}. Use a teacher with the same "
+            "vocabulary."
+        )
+    return frozen(settings, folder, executor=executor, store_prefix="teacher_")
+
+
+class PeriodicReference:
+    """Replaces `reference` with the policy every algorithm.ref_update_interval rounds.
+
+    A snapshot stays in the run's folder as long as a checkpoint needs it.
+    """
+
+    def __init__(self, settings: Settings, reference: Policy | None, run: Path) -> None:
+        self._interval = settings.algorithm.reference_interval if reference is not None else None
+        self._reference, self._folder = reference, run / "reference"
+
+    def resume(self, rollout_id: int) -> None:
+        """Load the snapshot in use after round `rollout_id`. Raises CheckpointError if it is gone."""
+        if self._interval and (snapshot := rollout_id // self._interval * self._interval):
+            self._load(snapshot)
+
+    def follow(self, rollout_id: int, policy: Policy, needed: list[int]) -> None:
+        """Copy the policy's weights if round `rollout_id` ends an interval. `needed` are the checkpoints' rounds."""
+        if not self._interval or rollout_id % self._interval:
+            return
+        self._folder.mkdir(exist_ok=True)
+        write_folder(self._snapshot_folder(rollout_id), policy.save, names=CHECKPOINT_FILES)
+        self._load(rollout_id)
+        oldest = min([*needed, rollout_id])
+        for child in self._folder.iterdir():
+            if child.name.isdecimal() and int(child.name) + self._interval <= oldest:
+                remove_made(child, CHECKPOINT_FILES)
+
+    def _load(self, snapshot: int) -> None:
+        assert self._reference is not None
+        self._reference.load(self._snapshot_folder(snapshot))
+
+    def _snapshot_folder(self, snapshot: int) -> Path:
+        return self._folder / f"{snapshot:06d}"
+
+
+NOT_OF_THE_MODEL = "".join(f"/{name}\n" for name in (f"{TRAINER_STATE}/", "critic/", MANIFEST))
+"""Content of .gitignore for a saved model: files that do not belong to the model itself."""
+Field = Literal["ref_log_probs", "teacher_log_probs"]
+
+
+@dataclass
+class TrainableModels:
+    """Policy and critic, initialized from the model in `folder`, and the models whose log-probabilities they need.
+
+    A reward model is policy and critic in one. `asked` has the model for each log-probability field of samples.
+    A run that samples has `reference` and `teacher` instead, because it calls them for every sample.
+    """
+
+    folder: Path
+    policy: Any
+    critic: Any
+    asked: dict[Field, LogProbModel] = field(default_factory=dict)
+    reference: Policy | None = None
+    teacher: LogProbModel | None = None
+    total_steps: int | None = None
+    """Expected number of training steps, at which a schedule ends."""
+
+    @property
+    def separate_critic(self) -> Any:
+        """The critic, unless it is the same model as the policy."""
+        return None if self.critic is self.policy else self.critic
+
+    def save(self, path: Path) -> None:
+        """Save the policy into `path`, and a separate critic into `path`/critic.
+
+        `hf upload` skips the files in .gitignore.
+        """
+        self.policy.save(path)
+        (path / ".gitignore").write_text(NOT_OF_THE_MODEL)
+        if self.separate_critic is not None:
+            (path / "critic").mkdir()
+            self.critic.save(path / "critic")
+
+    def close(self) -> None:
+        for part in (self.policy, *self.asked.values(), self.reference, self.teacher, self.separate_critic):
+            if part is not None:
+                part.close()
+
+
+def sampling_models(settings: Settings, folder: Path, *, executor: Executor) -> TrainableModels:
+    """Build the models of a run that samples its own rounds, initialized from the model in `folder`."""
+    with ExitStack() as opened:
+        steps = total_steps(settings)
+        models = TrainableModels(
+            folder, policy(settings, folder, total_steps=steps, executor=executor), None, total_steps=steps
+        )
+        opened.callback(models.close)
+        models.reference = reference(settings, folder, executor=executor)
+        models.teacher = teacher(settings, folder, executor=executor)
+        models.critic = critic(settings, folder, executor=executor)
+        opened.pop_all()
+    return models
+
+
+def trainable_models(
+    settings: Settings, folder: Path, *, executor: Executor, rollouts: int | None = None
+) -> TrainableModels:
+    """Build the models that train on samples, initialized from the model in `folder`.
+
+    `rollouts` is the number of rollouts in the samples' file, if a schedule ends there.
+    """
+    check_hooks(settings, *TRAINING_HOOKS)
+    steps, algorithm = total_steps(settings, rollouts=rollouts), settings.algorithm
+    values = critic(settings, folder, total_steps=steps, executor=executor)
+    if algorithm.trained_output == "values":
+        return TrainableModels(folder, values, values, total_steps=steps)
+    trained = policy(settings, folder, total_steps=steps, executor=executor)
+    models = TrainableModels(folder, trained, values, total_steps=steps)
+    # The score stage computes the KL divergence, unless a reference is part of the algorithm itself.
+    if Need.PAIRS in algorithm.needs and (ref_model := reference(settings, folder, executor=executor)):
+        models.asked["ref_log_probs"] = ref_model
+    options = algorithm.teacher_options
+    if options and (options.load or options.urls) and (teacher_model := teacher(settings, folder, executor=executor)):
+        models.asked["teacher_log_probs"] = teacher_model
+    return models

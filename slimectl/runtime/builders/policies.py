@@ -1,0 +1,322 @@
+"""Builds policies and critics: models that are trained, and frozen ones for log-probabilities."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from slimectl.architectures import cards
+from slimectl.architectures.config import with_defaults
+from slimectl.errors import SlimectlError
+from slimectl.hooks import TRAINING_HOOKS, check_hooks
+from slimectl.protocols import NO_PROGRESS, Progress
+from slimectl.runtime.builders.models import device, is_gguf, model_folder
+from slimectl.runtime.builders.trainers import Role, check_deterministic, policy_backend
+from slimectl.settings import Settings
+
+if TYPE_CHECKING:
+    from slimectl.algorithms.packing import BatchingOptions
+    from slimectl.policies.lora import LoraOptions
+    from slimectl.policies.optimizer import OptimizerOptions
+    from slimectl.protocols import CheckpointFormat, Critic, Executor, Policy
+    from slimectl.stages.round_timer import Packer, RoundTimer
+
+
+def policy(
+    settings: Settings,
+    folder: Path,
+    *,
+    total_steps: int | None,
+    lr: float | None = None,
+    trains: bool = True,
+    store_prefix: str = "",
+    executor: Executor | None = None,
+) -> Policy:
+    """Build the policy for a model directory on the ranks of [cluster]. An explicit `lr` is constant.
+
+    `store_prefix` identifies the model to the user's functions on its ranks. `executor` places the ranks. Without one,
+    they run on this machine.
+    """
+    trainer: Policy = _build_over_ranks(
+        settings, partial(_build, settings, folder, total_steps, lr, trains, False, store_prefix), executor
+    )
+    if settings.uses_servers and not _has_ranks(settings):
+        from slimectl.policies.rank_group import LockedPolicy
+
+        return LockedPolicy(trainer)
+    return trainer
+
+
+def rank_policy(settings: Settings, folder: Path, checkpoint: CheckpointFormat) -> Policy:
+    """Build the policy of this rank in a process that has joined the group. `checkpoint` reads the weights."""
+    trainer: Policy = _build(settings, folder, None, None, True, False, "", checkpoint=checkpoint)
+    return trainer
+
+
+def critic(
+    settings: Settings, start: Path, *, total_steps: int | None = None, executor: Executor | None = None
+) -> Critic | None:
+    """Build the value model of the algorithm: ppo's critic, or a reward model, which uses the settings of [train].
+
+    It is initialized from the model at `start`, or from algorithm.critic_load. Returns None for an algorithm without
+    one, and if the policy is its own critic.
+    """
+    options, lr = settings.algorithm.critic_options, None
+    if options is not None:
+        if options.shared:
+            return None
+        lr = options.lr
+        start = model_folder(options.load, setting="algorithm.critic_load") if options.load else start
+    elif settings.algorithm.trained_output != "values":
+        return None
+    trainer: Critic = _build_over_ranks(
+        settings, partial(_build, settings, start, total_steps, lr, True, True, "critic_"), executor
+    )
+    return trainer
+
+
+def _has_ranks(settings: Settings) -> bool:
+    return settings.cluster.ranks > 1 or settings.cluster.executor != "local"
+
+
+def _build_over_ranks(settings: Settings, build: Callable[[], Any], executor: Executor | None) -> Any:
+    """Call `build` in this process, or on every rank."""
+    if not _has_ranks(settings):
+        return build()
+    from slimectl.executors.local import LocalExecutor
+    from slimectl.policies.rank_group import DistributedPolicy
+
+    return DistributedPolicy(executor or LocalExecutor(), build, ranks=settings.cluster.ranks)
+
+
+def check_policy(settings: Settings) -> None:
+    """Check that the trainer is installed and supports the model, before anything is built.
+
+    Raises MissingExtraError, SettingsError, BackendError or CheckpointError.
+    """
+    _check_models(settings)
+    policy_backend(settings).check(settings)
+
+
+def check_training(settings: Settings) -> None:
+    """Check layer and parameter names, arguments, schedule and adapters against the model, without its weights.
+
+    Raises MissingExtraError, SettingsError, BackendError or CheckpointError.
+    """
+    from slimectl.checkpoints.hf_weights import check_plain
+
+    check_policy(settings)
+    path, card = settings.model.path, settings.model.card
+    if path is not None and is_gguf(path):
+        return  # the configuration is known only after conversion
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if path is not None:
+            folder = model_folder(path)
+            check_plain(folder)
+        else:
+            config = with_defaults(cards.load(str(card))["config"])
+            (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        steps = settings.train.lr_decay_iters or total_steps(settings)
+        lr = settings.train.lr if steps is None else None  # the end of a schedule may follow from a file of samples
+        options = _options(settings, folder, steps, lr, True)
+        check_deterministic(settings, folder)
+        policy_backend(settings).check_training(settings, folder, options)
+
+
+def _check_models(settings: Settings) -> None:
+    """Check that the models of the algorithm and the functions of [train] exist."""
+    check_hooks(settings, *TRAINING_HOOKS)
+    options = settings.algorithm.model_dump()
+    if options.get("opd_kl_coef") and not options["opd_teacher_url"]:
+        model_folder(options["opd_teacher_load"], setting="algorithm.opd_teacher_load")
+    for key in ("ref_load", "critic_load"):
+        if options.get(key):
+            model_folder(options[key], setting=f"algorithm.{key}")
+
+
+def _build(
+    settings: Settings,
+    folder: Path,
+    total_steps: int | None,
+    lr: float | None,
+    trains: bool,
+    values: bool,
+    store_prefix: str,
+    **source: Any,
+) -> Any:
+    """Build the model of one rank: a policy, or a critic if `values`. `source` may have the checkpoint's reader."""
+    shared = _options(settings, folder, total_steps, lr, trains)
+    options = settings.algorithm.critic_options
+    shares_critic = trains and options is not None and options.shared
+    if not values:
+        shared["temperature"] = settings.policy_temperature
+    role: Role = "critic" if values else "actor_critic" if shares_critic else "policy"
+    return policy_backend(settings).build(settings, folder, role=role, store_prefix=store_prefix, **shared, **source)
+
+
+def _options(
+    settings: Settings, folder: Path, total_steps: int | None, lr: float | None, trains: bool
+) -> dict[str, Any]:
+    """Return the model options that every trainer accepts, without the temperature."""
+    train = settings.train
+    return {
+        "optimizer": _optimizer(settings, total_steps, lr),
+        "max_tokens_per_pack": train.max_tokens_per_gpu,
+        "batching": _batching(settings, folder),
+        "dtype": train.dtype,
+        "freeze": train.freeze_params_name_list,
+        "train_only": train.only_train_params_name_list,
+        "trains": trains,
+        "lora": _lora(settings) if trains else None,
+        "device": device(train.device),
+        "seed": settings.run.seed,
+    }
+
+
+def _batching(settings: Settings, folder: Path) -> BatchingOptions:
+    """Return the options that pack rows into micro-batches and distribute them over ranks."""
+    from slimectl.algorithms.packing import BatchingOptions
+
+    train = settings.train
+    size = None if train.use_dynamic_batch_size else train.micro_batch_size
+    if not train.balance_by_flops:
+        return BatchingOptions(size, "tokens" if train.balance_data else "none")
+    from slimectl.architectures.config import read_config
+    from slimectl.architectures.registry import family_of
+    from slimectl.planner.flops import pair_cost
+    from slimectl.planner.parameters import parts_of
+
+    config = read_config(folder)
+    family = family_of(config)
+    return BatchingOptions(size, "flops", pair_cost(parts_of(family.links(config)), family.architecture(config)))
+
+
+def round_timer(settings: Settings, folder: Path, policy: Policy, *, progress: Progress = NO_PROGRESS) -> RoundTimer:
+    """Return the timer of a run's rounds, with FLOPs of known model families and peak rates of known devices.
+
+    With track.measure_peak, it measures the peak of every rank and uses the slowest. `progress` receives the phases.
+    """
+    from slimectl.architectures.config import read_config
+    from slimectl.planner.devices import device_peak, measured_peak
+    from slimectl.planner.flops import image_flops, model_flops
+    from slimectl.planner.plan import model_of
+    from slimectl.stages.round_timer import ArithmeticRate, RoundTimer, on_ranks
+
+    train, log_memory = settings.train, settings.track.log_memory
+    if settings.algorithm.trained_output != "log_probs":
+        return RoundTimer(log_memory=log_memory, progress=progress)
+    try:
+        config = read_config(folder)
+        model = model_of(
+            config,
+            lora_rank=train.lora_rank,
+            lora_targets=train.lora_targets,
+            freeze_vision_tower=train.freeze_vision_tower,
+        )
+    except SlimectlError:  # unknown family
+        return RoundTimer(log_memory=log_memory, progress=progress)
+    peaks: list[float | None] = []
+    if settings.track.measure_peak:
+        peaks = [*on_ranks(policy, measured_peak, device(train.device), train.dtype)]
+    elif train.dtype != "float32" and device(train.device) == "cuda":
+        peaks = on_ranks(policy, device_peak)
+    measured = [peak for peak in peaks if peak is not None]
+    rate = ArithmeticRate(
+        model_flops(model.all[0]),
+        settings.cluster.ranks,
+        min(measured) if measured else None,
+        image_flops(model.all[0], config.get("image_token_id", -1)),
+    )
+    return RoundTimer(log_memory=log_memory, rate=rate, pack=_packer(settings, folder), progress=progress)
+
+
+def _packer(settings: Settings, folder: Path) -> Packer | None:
+    """Return the function that packs rows as the policy does, or None if the trainer does not describe its packing."""
+    from slimectl.algorithms.packing import plan_batches
+    from slimectl.data.routed_experts import routing_marks
+
+    packing = policy_backend(settings).packing(settings, folder)
+    if packing is None:
+        return None
+    options: dict[str, Any] = {"max_tokens": packing.max_tokens, "ranks": packing.ranks}
+    options |= {"share": packing.shares_prefixes, "batching": _batching(settings, folder)}
+    if settings.train.use_rollout_routing_replay:
+        return lambda rows: plan_batches(rows, marks=routing_marks(rows), **options)
+    return partial(plan_batches, **options)
+
+
+def _lora(settings: Settings) -> LoraOptions | None:
+    from slimectl.policies.lora import LoraOptions
+
+    train = settings.train
+    if train.lora_rank is None:
+        return None
+    alpha = 2.0 * train.lora_rank if train.lora_alpha is None else train.lora_alpha
+    load = Path(train.lora_load) if train.lora_load else None
+    return LoraOptions(train.lora_rank, alpha, tuple(train.lora_targets), load)
+
+
+def _optimizer(settings: Settings, total_steps: int | None, lr: float | None = None) -> OptimizerOptions:
+    """Return the optimizer options of [train]. An explicit `lr` is constant."""
+    from slimectl.policies.optimizer import OptimizerOptions
+
+    train = settings.train
+    steps = train.lr_decay_iters or total_steps
+    return OptimizerOptions(
+        lr=train.lr if lr is None else lr,
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_eps,
+        weight_decay=train.weight_decay,
+        clip_grad=train.clip_grad,
+        schedule=train.lr_decay_style if lr is None else "constant",
+        warmup_steps=train.warmup_steps(steps) if lr is None else 0,
+        decay_steps=steps,
+        min_lr=train.min_lr if lr is None else 0.0,
+        wsd_steps=train.lr_wsd_decay_iters or -(-(steps or 0) // 10),
+        wsd_style=train.lr_wsd_decay_style,
+        state_dtype=train.optimizer_state_dtype,
+    )
+
+
+def changed_schedule(settings: Settings, checkpoint: Path, total_steps: int | None) -> str:
+    """Describe how these settings change the learning rate of the step after a checkpoint, or return ""."""
+    from slimectl.policies.checkpoint import saved_options
+    from slimectl.policies.optimizer import changed_schedule
+
+    saved = saved_options(checkpoint)
+    return "" if saved is None else changed_schedule(*saved, _optimizer(settings, total_steps))
+
+
+def unmet_schedule(settings: Settings, updates: int, total_steps: int | None) -> str:
+    """Describe where the schedule ended if a run did not make `total_steps` updates, or return ""."""
+    from slimectl.policies.optimizer import unmet_schedule
+
+    return "" if settings.train.lr_decay_iters else unmet_schedule(updates, _optimizer(settings, total_steps))
+
+
+def total_steps(settings: Settings, *, rollouts: int | None = None) -> int | None:
+    """Return the optimizer steps of the trained model in a whole run, or None if its length is unknown.
+
+    `rollouts` is the number of rollouts in a file of samples, where a pair counts as one. Steps that train only the
+    critic are not counted.
+    """
+    rounds = settings.run.num_rollout
+    if rounds is not None:
+        rollouts = rounds * settings.rollouts_per_round
+    elif rollouts is not None:
+        rollouts *= settings.run.num_epoch or 1
+    if rollouts is None:
+        return None
+    return settings.steps_of(rollouts) - settings.algorithm.critic_only_steps
+
+
+def frozen(settings: Settings, folder: Path, *, executor: Executor | None = None, store_prefix: str = "ref_") -> Policy:
+    """Build a frozen model that only computes log-probabilities."""
+    return policy(
+        settings, folder, total_steps=None, lr=0.0, trains=False, store_prefix=store_prefix, executor=executor
+    )

@@ -1,0 +1,128 @@
+"""Builds and runs an HTTP server around the embedded engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+from slimectl.runtime.builders.engines import engine
+from slimectl.runtime.builders.models import tokenizer, version_of
+from slimectl.settings import Settings
+from slimectl.settings.secret import reveal
+from slimectl.system.redaction import remember
+from slimectl.types import Sample, SamplingParams
+
+
+def admin_key(settings: Settings) -> tuple[str, bool]:
+    """Return the key for requests that change the server's state, and whether it was generated here."""
+    from slimectl.engines.api_keys import new_key
+
+    key = reveal(settings.engine.admin_api_key, setting="engine.admin_api_key")
+    return (key, False) if key else (new_key(), True)
+
+
+@contextlib.contextmanager
+def left_key(key: str, port: int) -> Iterator[str]:
+    """Store a key where this user's clients find it until the block ends. Yields a message with its path."""
+    from slimectl.engines.api_keys import leave_key
+
+    path = None
+    try:
+        path = leave_key(key, port)
+        notice = f"the admin key (weights, pauses, aborts) is in {path}"
+    except (OSError, RuntimeError) as error:
+        notice = f"the admin key cannot be stored ({error}). To change weights, set SLIMECTL_ENGINE_ADMIN_API_KEY."
+    try:
+        yield notice
+    finally:
+        if path is not None:
+            with contextlib.suppress(OSError):
+                if path.read_text(encoding="ascii").strip() == key:  # a later server on the same port has another key
+                    path.unlink()
+
+
+def exposure(settings: Settings, host: str) -> str | None:
+    """Return a warning about what a server exposes to other machines, or None on the loopback interface."""
+    from slimectl.engines.server.access import own_names
+
+    _, loopback = own_names(host)
+    if loopback:
+        return None
+    if settings.engine.api_key is not None:
+        return f"{host}: other machines can reach this server, unencrypted, with the API key or the admin key."
+    return (
+        f"{host}: other machines can reach this server and sample from it without a key (/generate, /v1). Weights, "
+        f"pauses and aborts need the admin key. Set engine.api_key to protect everything else."
+    )
+
+
+def serve(
+    settings: Settings,
+    folder: Path,
+    at: socket,
+    *,
+    host: str,
+    admin_key: str,
+    allowed_hosts: Sequence[str] = (),
+    load: bool,
+    ready: Callable[[], None],
+    interval: int = 1,
+    incremental: bool = False,
+    pause_timeout_s: float = 60.0,
+    record: Callable[[Sample], None] | None = None,
+) -> tuple[int, bool]:
+    """Serve a model directory until a signal. Returns its number, and whether all threads have ended.
+
+    With `record`, the OpenAI and Anthropic APIs record sessions. `record` is called with the samples of each session.
+    """
+    from slimectl.architectures.config import read_config
+    from slimectl.checkpoints.base_model import base_model
+    from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
+    from slimectl.engines.server.access import Guard, own_names
+    from slimectl.engines.server.app import serve as serving
+    from slimectl.engines.server.middleware import middlewares
+    from slimectl.engines.server.state import ServerConfig, Streaming
+    from slimectl.engines.weight_sync.delta_format import DeltaFile
+
+    model_tokenizer = tokenizer(folder)
+    served_model = ServerConfig(
+        folder=folder.resolve(),
+        config=read_config(folder),
+        tokenizer=model_tokenizer,
+        dtype=settings.engine.dtype,
+        max_running=settings.engine.max_running_requests,
+        read=ModelCheckpoint().read,
+        base_model=base_model,
+        version=version_of(folder),
+        read_delta=DeltaFile,
+        middlewares=middlewares(settings.engine.middleware_paths),
+    )
+    embedded = engine(settings, folder, model_tokenizer, load=False)
+    streaming = Streaming(interval=interval, incremental=incremental)
+    names, loopback_only = own_names(host, allowed_hosts)
+    api_key = reveal(settings.engine.api_key, setting="engine.api_key")
+    guard = Guard(remember(admin_key), api_key=api_key, names=names, loopback_only=loopback_only)
+    limits: dict[str, Any] = {"streaming": streaming, "pause_timeout_s": pause_timeout_s}
+    limits["extension"] = agent_apis(settings, model_tokenizer, embedded.max_context, record, interval)
+    return asyncio.run(serving(embedded, served_model, at, load=load, guard=guard, ready=ready, **limits))
+
+
+def agent_apis(
+    settings: Settings, tokenizer: Any, context: int, record: Callable[[Sample], None] | None, stream_interval: int
+) -> Any:
+    """Return a server's APIs for agents, which record their sessions if `record` is given.
+
+    In recorded sessions, sampling parameters that a request does not set come from [rollout].
+    """
+    from slimectl.agents.recorder import SessionRecorder, UnrecordedApis
+    from slimectl.stages.generation import sampling_params
+
+    if record is None:
+        return UnrecordedApis(tokenizer, SamplingParams(max_tokens=context), context, stream_interval)
+    params = replace(sampling_params(settings.rollout), max_tokens=context)
+    return SessionRecorder(tokenizer, params, context, stream_interval, write=record)

@@ -1,0 +1,201 @@
+"""Builds the transports of weight sync from settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from slimectl.errors import CheckpointError, SettingsError
+from slimectl.hooks import FlatSettings, hook
+from slimectl.protocols import Policy, WeightReceiver, WeightSync, WeightUpdateClient
+from slimectl.runtime.builders.engines import engine_backend
+from slimectl.runtime.builders.models import device, served_model
+from slimectl.runtime.builders.trainers import policy_backend
+from slimectl.settings import Settings
+from slimectl.settings.secret import reveal, revealed_score
+from slimectl.system import shared_memory
+
+if TYPE_CHECKING:
+    from slimectl.engines.http.weight_client import HttpWorkers
+    from slimectl.engines.supervisor.server_pool import ServerPool
+    from slimectl.engines.weight_sync.base import Precision, WeightSyncBase, WeightSynchronizer
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def urls(settings: Settings) -> list[str]:
+    """Return the addresses of engine.url, with secrets revealed."""
+    return list(reveal(settings.engine.url, setting="engine.url"))
+
+
+def keyed(settings: Settings) -> Settings:
+    """Return the settings with all server secrets revealed, and an admin key for servers that will be started.
+
+    The recipient may run elsewhere, in another environment. These settings are never written to a file.
+    """
+    from pydantic import SecretStr
+
+    from slimectl.engines.api_keys import new_key
+
+    engine = settings.engine
+    args = reveal(settings.sglang.args, setting="sglang.args")
+    vllm_args = reveal(settings.vllm.args, setting="vllm.args")
+    server_args = engine_backend(settings).server_args(settings)
+    groups = reveal(settings.sglang.server_groups, setting="sglang.server_groups")
+    keys = {}
+    for name in ("api_key", "admin_api_key"):
+        key = reveal(getattr(engine, name), setting=f"engine.{name}")
+        keys[name] = None if key is None else SecretStr(key)
+    starts = settings.uses_servers and not engine.url
+    if starts and keys["admin_api_key"] is None and not server_args.get("admin_api_key"):
+        keys["admin_api_key"] = SecretStr(new_key())
+    return settings.model_copy(
+        update={
+            "engine": engine.model_copy(update=keys),
+            "sglang": settings.sglang.model_copy(update={"args": args, "server_groups": groups}),
+            "vllm": settings.vllm.model_copy(update={"args": vllm_args}),
+            "score": revealed_score(settings.score),
+        }
+    )
+
+
+def workers(settings: Settings, urls: Sequence[str]) -> HttpWorkers:
+    """Build the engines' side of a push."""
+    return engine_backend(settings).workers(settings, urls)
+
+
+def in_process(policy: Policy, receiver: WeightReceiver) -> WeightSync:
+    """Build the transport to one engine in this process."""
+    from slimectl.engines.weight_sync.base import InProcessSync
+
+    return InProcessSync(policy, receiver)
+
+
+def to_servers(
+    settings: Settings, policy: Policy, receivers: WeightUpdateClient, *, model: Path, folder: Path
+) -> WeightSyncBase:
+    """Build the transport of sync.transport. Its files go to sync.update_weight_disk_dir, or below `folder`."""
+    from slimectl.checkpoints.hf import write_model
+    from slimectl.engines.weight_sync.delta import DeltaSync
+    from slimectl.engines.weight_sync.disk import DiskSync
+    from slimectl.engines.weight_sync.distributed import DistributedSync
+    from slimectl.engines.weight_sync.memory import TensorSync
+    from slimectl.engines.weight_sync.verify import VerifiedSync
+
+    model = served_model(settings, model)
+    sync, dtype = settings.sync, pushed_precision(settings, model)
+    files = Path(sync.update_weight_disk_dir or folder / "weights").absolute()
+    write = partial(write_model, model.absolute())
+    common: dict[str, Any] = {"pause_mode": sync.pause_mode, "dtype": dtype}
+    buffer_bytes = sync.update_weight_buffer_size * 2**20
+    on_disk = common | {"folder": files, "write": write, "keep_files": sync.update_weight_disk_keep_files}
+    on_disk["wrote"] = _post_write_hook(settings)
+    adapters = _pushes_adapters(settings, receivers)
+    name = sync.transport
+    if name == "auto":
+        all_local = all(urlsplit(url).hostname in LOCAL for url in receivers.urls)
+        shares = shared_memory.is_writable() if receivers.shares_memory else adapters
+        shares = shares or device(settings.engine.device) == "cuda"
+        by_broadcast = not adapters or "distributed" in receivers.adapter_transports
+        is_near = all_local and shares and settings.cluster.actor_num_nodes == 1
+        name = "tensor" if is_near or not by_broadcast else "distributed"
+    of_messages = common | {"buffer_bytes": buffer_bytes, "adapters": adapters}
+    transport: WeightSyncBase
+    if name == "tensor":
+        transport = TensorSync(policy, receivers, **of_messages)
+    elif name == "distributed":
+        transport = DistributedSync(policy, receivers, timeout_s=sync.timeout_s, **of_messages)
+    elif name == "disk":
+        transport = DiskSync(policy, receivers, **on_disk)
+    else:
+        coding: dict[str, Any] = {
+            "encoding": sync.update_weight_delta_encoding,
+            "checksum": sync.update_weight_delta_checksum,
+        }
+        transport = DeltaSync(policy, receivers, **on_disk, **coding)
+    if not sync.check_weight_update_equal:
+        return transport
+    return VerifiedSync(transport, folder=files, write=write, dtype=dtype)
+
+
+def adapter_obstacle(settings: Settings) -> str | None:
+    """Return why servers get merged weights of a policy with adapters, or None if they get only adapters.
+
+    Raises SettingsError if sync.lora requires adapters nevertheless.
+    """
+    sync, names = settings.sync, engine_backend(settings).adapter_transports
+    obstacle = None
+    if sync.lora == "merged":
+        return 'sync.lora = "merged"'
+    if not names:
+        obstacle = f"servers of engine.backend = {settings.engine.backend} do not accept adapters"
+    elif not policy_backend(settings).streams_adapters:
+        obstacle = f"policies of train.backend = {settings.train.backend} cannot export only the adapter"
+    elif sync.transport not in ("auto", *names):
+        obstacle = f"{settings.engine.backend} accepts adapters only through sync.transport = {' or '.join(names)}"
+    elif settings.engine.load is not None:
+        obstacle = "the weights of engine.load are not the base model's"
+    elif sync.check_weight_update_equal and device(settings.train.device) != device(settings.engine.device):
+        obstacle = "sync.check_weight_update_equal compares bits, and GPU products differ in the last bits"
+    if obstacle is not None and sync.lora == "adapter":
+        raise SettingsError(f"sync.lora: adapter is not possible: {obstacle}. Set it to auto or merged.")
+    return obstacle
+
+
+def _pushes_adapters(settings: Settings, receivers: WeightUpdateClient) -> bool:
+    """Return whether pushes contain only the adapter. Raises SettingsError if sync.lora requires it in vain."""
+    if settings.train.lora_rank is None or adapter_obstacle(settings) is not None:
+        return False
+    if settings.sync.transport in ("auto", *receivers.adapter_transports) and receivers.adapter_transports:
+        return True
+    if settings.sync.lora == "adapter":
+        raise SettingsError(
+            f"sync.lora: adapter is not possible: servers at {', '.join(receivers.urls)} do not accept it. Set it to "
+            "auto or "
+            "merged."
+        )
+    return False
+
+
+def pushed_precision(settings: Settings, folder: Path) -> Precision:
+    """Return the precision of pushed weights: engine.load's at `folder` if it is quantized, else engine.dtype.
+
+    Raises CheckpointError for an unsupported quantization, and SettingsError for one that needs another dtype.
+    """
+    import torch
+
+    from slimectl.architectures.config import read_config
+    from slimectl.checkpoints.hf_weights import HFWeights
+    from slimectl.checkpoints.quantization import Int4Groups, QuantizedStream, scheme_of
+
+    dtype: torch.dtype = getattr(torch, settings.engine.dtype)
+    scheme = scheme_of(read_config(folder)) if settings.engine.load else None
+    if scheme is None:
+        return dtype
+    if isinstance(scheme, Int4Groups):
+        raise CheckpointError(
+            f"engine.load: {folder} is in int4, which weight updates do not support. Use an fp8 model."
+        )
+    if dtype == torch.float32:
+        raise SettingsError("engine.dtype: float32, but fp8 servers compute in bfloat16. Add engine.dtype = bfloat16.")
+    return QuantizedStream(HFWeights(folder).forms(), scheme, dtype)
+
+
+def synchronizer(sync: WeightSync, policy: Policy, *, pool: ServerPool | None = None) -> WeightSynchronizer:
+    """Build the synchronizer of a run. It pushes with `sync`, and again if servers of `pool` were restarted."""
+    from slimectl.engines.weight_sync.base import WeightSynchronizer
+
+    return WeightSynchronizer(sync, policy, pool=pool)
+
+
+def _post_write_hook(settings: Settings) -> Callable[[Path, WeightUpdateClient], None] | None:
+    """Return the user's function that is called after files are written, or None without one."""
+    user_fn, args = hook(settings, "sync.custom_post_write_path"), FlatSettings(settings)
+    if user_fn is None:
+        return None
+    return lambda path, receivers: user_fn(
+        {"args": args, "settings": args, "version_dir": path, "rollout_engines": receivers}
+    )
