@@ -18,35 +18,36 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "slimectl"
 
 FLOORS = [
-    ["__init__", "errors", "redaction", "types", "model_files", "stdio", "registry", "transport", "native"],
-    ["algorithms", "architectures", "chats", "rewards", "sandbox", "settings", "user_code"],
-    ["protocols", "data", "planner"],
-    ["stages"],
-    ["engines", "policies", "weight_sync", "checkpoints", "executors", "trackers", "hooks", "agents", "environments"],
-    ["conversions"],
-    ["builders", "recipes"],
-    ["runtime", "simulation"],
-    ["api"],
-    ["viewer", "slime"],
+    ["__init__", "errors", "system", "system.redaction", "types", "plugins", "migrate.stand_ins"],
+    ["algorithms", "architectures", "chats", "rewards", "sandbox", "settings"],
+    ["protocols", "data", "planner", "migrate.launch_scripts"],
+    ["stages", "migrate"],
+    [
+        "agents", "agents.environments", "checkpoints", "engines", "engines.weight_sync", "executors", "hooks",
+        "policies", "trackers",
+    ],
+    ["checkpoints.conversion"],
+    ["runtime.builders", "recipes"],
+    ["runtime", "planner.simulation"],
+    ["cli.viewer", "migrate.slime"],
     ["cli", "__main__"],
-]
+]  # fmt: skip
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 SAME_FLOOR = {
-    ("errors", "redaction"), ("model_files", "errors"), ("stdio", "errors"), ("stdio", "redaction"),
-    ("registry", "errors"),
+    ("errors", "system.redaction"), ("system", "errors"), ("system", "system.redaction"), ("plugins", "errors"),
+    ("plugins", "system"), ("plugins", "migrate.stand_ins"),
     ("rewards", "chats"), ("rewards", "sandbox"), ("algorithms", "settings"),
-    ("policies", "checkpoints"), ("environments", "agents"),
+    ("policies", "checkpoints"), ("agents.environments", "agents"),
     ("__main__", "cli"),
-    ("transport", "errors"),
-    ("settings", "user_code"),
 }  # fmt: skip
 """Neighbours that may be imported: plain modules of a floor, in one direction each."""
 
 
 def unit(module: str) -> str:
-    """`slimectl.data.jsonl` belongs to the unit `data`."""
-    name = [*module.split("."), "__init__"][1]
-    return "__init__" if name == "__version__" else name
+    """The longest name of a floor that a module's name begins with: `slimectl.data.jsonl` belongs to `data`."""
+    parts = [*module.split("."), "__init__"][1:]
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((name for name in names if name in FLOOR), "__init__")
 
 
 def unit_of(module: str) -> str | None:
@@ -73,10 +74,10 @@ def parsed(path: Path) -> Module:
             if isinstance(child, ast.Import):
                 yield from ((alias.name, top) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
-                if child.module == "slimectl":
-                    yield from ((f"slimectl.{alias.name}", top) for alias in child.names)
-                else:
-                    yield child.module or "", top
+                module = child.module or ""
+                members = [f"{module}.{alias.name}" for alias in child.names]
+                units = [name for name in members if module == "slimectl" or name.removeprefix("slimectl.") in FLOOR]
+                yield from ((name, top) for name in units or [module])
             else:
                 yield from walk(child, top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
@@ -98,7 +99,7 @@ def files() -> list[tuple[str, Path]]:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        found.append((parts[0], path))
+        found.append((unit(".".join(("slimectl", *parts))), path))
     return found
 
 
@@ -128,7 +129,7 @@ def test_the_unit_graph_has_no_cycle():
 
     for node in graph:
         visit(node, ())
-    assert "builders" in done
+    assert "runtime.builders" in done
 
 
 def module_graph() -> dict[str, set[str]]:
@@ -169,7 +170,7 @@ def test_low_floors_know_no_distributed_torch():
             assert not [module for module, _ in imports(path) if module.startswith("torch.distributed")], path
 
 
-ADAPTERS = {"engines", "policies", "weight_sync", "checkpoints", "executors", "trackers"}
+ADAPTERS = {"engines", "policies", "engines.weight_sync", "checkpoints", "executors", "trackers"}
 
 
 def test_stages_read_no_setting_that_names_a_hook():
@@ -189,7 +190,7 @@ def test_adapters_never_import_stages():
 
 def test_adapters_are_named_where_parts_are_put_together_only():
     for owner, path in files():
-        if owner not in ADAPTERS | {"builders", "conversions"}:
+        if owner not in ADAPTERS | {"runtime.builders", "checkpoints.conversion"}:
             named = {unit_of(module) for module, _ in imports(path)} & ADAPTERS
             assert not named, f"{path.relative_to(ROOT)} names {named}"
 

@@ -64,11 +64,11 @@ logger.info("step 1")
 @pytest.mark.parametrize(
     ("set_up", "stderr"),
     [
-        ("from slimectl.system.stdio import log_to_stderr; log_to_stderr()", f"{WARNING}\nstep 1\n"),
+        ("from slimectl.system import stdio; stdio.log_to_stderr()", f"{WARNING}\nstep 1\n"),
         ("", f"{WARNING}\n"),
         ("logging.getLogger('slimectl').setLevel(logging.CRITICAL)", ""),
         (
-            "logging.basicConfig(format='r: %(message)s'); from slimectl.system.stdio import log_to_stderr; log_to_stderr()",
+            "logging.basicConfig(format='r: %(message)s'); from slimectl.system import stdio; stdio.log_to_stderr()",
             f"{WARNING}\nstep 1\n",
         ),
     ],
@@ -88,9 +88,10 @@ AT = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] "
     [
         ("from slimectl.executors.child_processes import redirect; redirect(None)", "info",
          [f"{AT}checks.py:\\d+ - Sample.rewrad", f"{AT}<string>:\\d+ - step 1"]),
-        ("from slimectl.system.stdio import log_to_stderr; log_to_stderr()", "warning", ["Sample.rewrad"]),
-        ("from slimectl.system.stdio import log_to_stderr; log_to_stderr()", "debug", [f"{AT}checks.py:", f"{AT}<string>:"]),
-        ("from slimectl.system.stdio import log_to_stderr; log_to_stderr(); log_to_stderr()", "none", ["Sample", "step 1"]),
+        ("from slimectl.system import stdio; stdio.log_to_stderr()", "warning", ["Sample.rewrad"]),
+        ("from slimectl.system import stdio; stdio.log_to_stderr()", "debug", [f"{AT}checks.py:", f"{AT}<string>:"]),
+        ("from slimectl.system import stdio; stdio.log_to_stderr(); stdio.log_to_stderr()", "none",
+         ["Sample", "step 1"]),
     ],
     ids=["a rank", "a quiet command", "a command at level debug", "an unknown level"],
 )  # fmt: skip

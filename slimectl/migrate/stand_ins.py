@@ -58,7 +58,7 @@ slime.utils.data                              data          get_minimum_num_micr
 slime.utils.http_utils                        requests      find_available_port get get_host_info
 slime.utils.http_utils                        requests      get_rollout_num_engines init_http_client
 slime.utils.http_utils                        requests      is_port_available post
-slime.utils.logging_utils                     api.logging   configure_logger finish_tracking init_tracking log
+slime.utils.logging_utils        runtime.tracking_functions  configure_logger finish_tracking init_tracking log
 slime.utils.mask_utils                        tokens        MultiTurnLossMaskGenerator get_response_lengths
 slime.utils.metric_utils                      metrics       compression_ratio compute_pass_rate compute_rollout_step
 slime.utils.metric_utils                      metrics       compute_statistics dict_add_prefix has_repetition

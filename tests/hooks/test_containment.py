@@ -141,7 +141,8 @@ def test_an_exit_in_a_thread_is_an_error_with_words(tmp_path: Path):
         "def f(sample):\n"
         "    thread = threading.Thread(target=lambda: os._exit(0)); thread.start(); thread.join()\n"
     )
-    code = f"from slimectl.plugins.callables import Hook; Hook({str(tmp_path / 'mine.py:f')!r}, setting='s', offers=('sample',))"
+    hook = f"Hook({str(tmp_path / 'mine.py:f')!r}, setting='s', offers=('sample',))"
+    code = f"from slimectl.plugins.callables import Hook; {hook}"
     result = subprocess.run(
         [sys.executable, "-c", code + "({'sample': 1})"], capture_output=True, text=True, check=False
     )

@@ -61,7 +61,7 @@ def test_the_page_comes_with_rules_that_forbid_everything_foreign(view: View, na
 
 def test_it_serves_and_decodes_without_the_libraries_that_run_models(folder: Path, model_dir: Callable[[str], Path]):
     code = (
-        "import pathlib, sys; from slimectl import builders; from slimectl.system.listening import bound; "
+        "import pathlib, sys; from slimectl.runtime import builders; from slimectl.system.listening import bound; "
         "from slimectl.cli.viewer import server; from slimectl.cli.viewer.api import ViewApi; "
         "from slimectl.cli.viewer.library import Library; from slimectl.cli.viewer.token_view import Decoders; "
         "ViewApi(Library([pathlib.Path(sys.argv[1])]), builders.token_decoder).answer('catalogue', {}); "

@@ -101,30 +101,30 @@ def test_a_push_into_the_engine_of_this_process_enters_at_most_eight_files(folde
     files = files_of_second_push(InProcessSync(trainer, engine), trainer, lambda: asyncio.run(sample()))
     kernels = {"engines/embedded/native.py"}  # where the processor packs weights with them
     assert files - kernels == {
-        "weight_sync/base.py", "policies/fsdp/trainer.py",
+        "engines/weight_sync/base.py", "policies/fsdp/trainer.py",
         "engines/embedded/engine.py", "engines/embedded/weights.py", "engines/embedded/linear.py",
         "engines/embedded/runner.py", "engines/embedded/prefix_tree.py",
     }  # fmt: skip
 
 
 TO_SERVERS = {
-    "weight_sync/base.py", "policies/rank_group.py", "policies/fsdp/trainer.py",
-    "engines/http/weight_client.py", "engines/sglang/weight_client.py", "transport/http.py",
-    "transport/event_loop.py",
+    "engines/weight_sync/base.py", "policies/rank_group.py", "policies/fsdp/trainer.py",
+    "engines/http/weight_client.py", "engines/sglang/weight_client.py", "system/http.py",
+    "system/event_loop.py",
 }  # fmt: skip
 """Files of every push to servers, beside the transport's."""
 
-CHECKPOINT = {"weight_sync/disk.py", "checkpoints/hf.py", "checkpoints/safetensors_io.py", "model_files.py",
-              "data/atomic_replace.py", "data/ownership.py"}  # fmt: skip
-DELTA = {"weight_sync/delta.py", "weight_sync/delta_apply.py", "weight_sync/delta_format.py", "native/deltas.py",
-         "data/atomic_replace.py", "data/io.py"}  # fmt: skip
+CHECKPOINT = {"engines/weight_sync/disk.py", "checkpoints/hf.py", "checkpoints/safetensors_io.py",
+              "system/model_files.py", "data/atomic_replace.py", "data/ownership.py"}  # fmt: skip
+DELTA = {"engines/weight_sync/delta.py", "engines/weight_sync/delta_apply.py", "engines/weight_sync/delta_format.py",
+         "system/deltas.py", "data/atomic_replace.py", "data/io.py"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("transport", "files"),
     [
-        (TensorSync, {"weight_sync/memory.py"}),
-        (DistributedSync, {"weight_sync/distributed.py"}),
+        (TensorSync, {"engines/weight_sync/memory.py"}),
+        (DistributedSync, {"engines/weight_sync/distributed.py"}),
         (DiskSync, CHECKPOINT),
         (DeltaSync, DELTA),
     ],
@@ -145,4 +145,4 @@ def test_a_push_of_an_adapter_enters_no_file_more(
     transport: Callable[..., WeightSync], file: str, adapted: FsdpPolicy, url: str
 ):
     sync = transport(LockedPolicy(adapted), serving.workers([url]), adapters=True)
-    assert files_of_second_push(sync, adapted, lambda: None) == TO_SERVERS | {f"weight_sync/{file}"}
+    assert files_of_second_push(sync, adapted, lambda: None) == TO_SERVERS | {f"engines/weight_sync/{file}"}

@@ -1,4 +1,6 @@
-"""Runs the training step of one rank on fake tensors: `python -m slimectl.planner.simulation.rank < TASK > RESULT`, in JSON.
+"""Runs the training step of one rank on fake tensors.
+
+The command is `python -m slimectl.planner.simulation.rank < TASK > RESULT`, with both files in JSON.
 
 E experts · L experts of a rank.
 """
