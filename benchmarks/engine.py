@@ -34,7 +34,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from slimectl.plugins.garbage import frozen_objects
 from slimectl.types import SamplingParams
 
@@ -157,7 +157,7 @@ def main() -> None:
     with frozen_objects():  # as commands do; vLLM's side does the same
         config = AutoConfig.from_pretrained(options.model)
         tokenizer, dtype = AutoTokenizer.from_pretrained(options.model), DTYPES[options.dtype]
-        engine = EmbeddedEngine(config, tokenizer, dtype=dtype, max_running=options.max_running)
+        engine = EmbeddedEngine(config, tokenizer, EngineOptions(dtype=dtype, max_running=options.max_running))
         engine.load_weights(HFCheckpoint().read(options.model), version="0")
         reference = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
     shapes = {name: parameter.numel() for name, parameter in reference.named_parameters()}

@@ -26,7 +26,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from slimectl.types import SamplingParams
 
 
@@ -78,7 +78,9 @@ def main() -> None:
     for name, gib in (("with", options.gib), ("without", 0.0)):
         config, tokenizer = AutoConfig.from_pretrained(options.model), AutoTokenizer.from_pretrained(options.model)
         dtype = getattr(torch, options.dtype)
-        engines[name] = EmbeddedEngine(config, tokenizer, dtype=dtype, max_context=context, prefix_cache_gib=gib)
+        engines[name] = EmbeddedEngine(
+            config, tokenizer, EngineOptions(dtype=dtype, max_context=context, prefix_cache_gib=gib)
+        )
         engines[name].load_weights(HFCheckpoint().read(options.model), version="0")
     rates: dict[str, list[float]] = {name: [] for name in engines}
     print(f"{options.model.name}, {options.dtype}: {options.turns} turns x {options.siblings} siblings")

@@ -30,7 +30,7 @@ from torch import Tensor
 from slimectl.checkpoints.create import create_model
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.data.routed_experts import decoded
-from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.types import SamplingParams, TokenBatch, TrainingSample
@@ -86,7 +86,7 @@ def sampled(folder: Path, *, dtype: str, moved: float, seed: int) -> list[Traini
     from transformers import AutoConfig, AutoTokenizer
 
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    engine = EmbeddedEngine(config, tokenizer, dtype=getattr(torch, dtype), reports_experts=True)
+    engine = EmbeddedEngine(config, tokenizer, EngineOptions(dtype=getattr(torch, dtype), reports_experts=True))
     noise = torch.Generator().manual_seed(seed)
     engine.load_weights(
         (

@@ -31,7 +31,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from slimectl.types import SamplingParams
 
 LENGTH = 64
@@ -92,7 +92,7 @@ def main() -> None:
 
     config = AutoConfig.from_pretrained(options.model)
     dtype = getattr(torch, options.dtype)
-    engine = EmbeddedEngine(config, AutoTokenizer.from_pretrained(options.model), dtype=dtype)
+    engine = EmbeddedEngine(config, AutoTokenizer.from_pretrained(options.model), EngineOptions(dtype=dtype))
     engine.load_weights(HFCheckpoint().read(options.model), version="0")
     command = [sys.executable, "-m", "slimectl", "serve", "--model", str(options.model), "--port", "0", "--with-parent"]
     command += ["--incremental-streaming-output", "-s", f"engine.dtype={options.dtype}"]

@@ -38,7 +38,7 @@ from transformers import AutoConfig, AutoTokenizer
 from slimectl.algorithms.losses import SftLoss
 from slimectl.checkpoints.hf import HFCheckpoint, copy_companions
 from slimectl.engines.api_keys import ServerKeys, new_key
-from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from slimectl.engines.server.launch import serve_server
 from slimectl.engines.sglang.launch import sglang_server
 from slimectl.engines.sglang.topology import ServerSpec
@@ -185,7 +185,9 @@ def main() -> None:
         lora = LoraOptions(options.lora, 2.0 * options.lora, LINEAR) if options.lora else None
         policy = FsdpPolicy(model, HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-6), lora=lora)
         size = sum(tensor.numel() for _, tensor in policy.weights()) * dtype.itemsize
-        embedded = EmbeddedEngine(AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model), dtype=dtype)
+        embedded = EmbeddedEngine(
+            AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model), EngineOptions(dtype=dtype)
+        )
         syncs: dict[tuple[str, str], tuple[WeightSync, int]] = {
             ("embedded", "memory"): (InProcessSync(policy, embedded), 0)
         }

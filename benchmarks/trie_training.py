@@ -69,12 +69,12 @@ class Recorder:
     def __post_init__(self) -> None:
         from transformers import AutoConfig
 
-        from slimectl.engines.embedded.engine import EmbeddedEngine
+        from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
         from slimectl.runtime import builders
 
         self.tokenizer = builders.tokenizer(self.options.model)
         config = AutoConfig.from_pretrained(self.options.model, local_files_only=True)
-        self.engine = EmbeddedEngine(config, self.tokenizer, dtype=torch.bfloat16, max_context=2048)
+        self.engine = EmbeddedEngine(config, self.tokenizer, EngineOptions(dtype=torch.bfloat16, max_context=2048))
         self.engine.load_weights(HFCheckpoint().read(self.options.model), version="0")
 
     def session(self, draw: random.Random) -> Any:

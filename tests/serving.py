@@ -16,7 +16,8 @@ from slimectl.engines.api_keys import ServerKeys
 from slimectl.engines.embedded.detokenizer import Detokenizer
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.http.api import ServerApi
-from slimectl.engines.http.client import HttpEngine
+from slimectl.engines.http.client import HttpEngine, ServedModel
+from slimectl.engines.http.dispatch import ClientOptions
 from slimectl.engines.http.request import NO_WEIGHTS
 from slimectl.engines.http.weight_client import HttpWorkers
 from slimectl.engines.server.launch import serve_server
@@ -107,14 +108,12 @@ def client(urls: Sequence[str], folder: Path, **options: Any) -> PushedEngine:
     """An engine that takes weights, for servers of the model in a folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     vocabulary = AutoConfig.from_pretrained(folder).vocab_size
+    stops = StopTokens(special_tokens(tokenizer, vocabulary=vocabulary))
     return PushedEngine(
         urls,
         api=api(urls),
-        vocabulary=vocabulary,
-        stops=StopTokens(special_tokens(tokenizer, vocabulary=vocabulary)),
-        max_context=CONTEXT,
-        decode=Detokenizer(tokenizer).response_text,
-        **{"keys": KEYS, **options},
+        model=ServedModel(vocabulary, CONTEXT, decode=Detokenizer(tokenizer).response_text, stops=stops),
+        options=ClientOptions(keys=KEYS, **options),
     )
 
 

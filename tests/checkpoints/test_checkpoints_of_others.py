@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
-from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from slimectl.errors import SlimectlError
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
@@ -312,7 +312,7 @@ def tokenizer(model_dir: ModelDir) -> Any:
 
 def from_engine(folder: Path, tokenizer: Any) -> tuple[list[int], list[float]]:
     path = model_folder(str(folder))
-    engine = EmbeddedEngine(AutoConfig.from_pretrained(path), tokenizer, compile_kernels=False)
+    engine = EmbeddedEngine(AutoConfig.from_pretrained(path), tokenizer, EngineOptions(compile_kernels=False))
     engine.load_weights(ModelCheckpoint().read(path), version="0")
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
     completion = asyncio.run(engine.generate(PROMPT, params=params))

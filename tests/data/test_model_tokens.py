@@ -82,7 +82,7 @@ def test_engines_stop_where_the_template_ends_a_turn(base: Path):
     embedded = builders.engine(Settings(), base, tokenizer, load=False)
     assert embedded._end_tokens == {END, IM_END}
     client = builders.client(Settings(), base, tokenizer, ["http://127.0.0.1:9"], ["http://127.0.0.1:9"])
-    assert set(client._stops.ends) == {END, IM_END}
+    assert set(client.model.stops.ends) == {END, IM_END}
 
 
 def test_a_trained_model_lists_the_end_that_it_was_taught(base: Path, tmp_path: Path):

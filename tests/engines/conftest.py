@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from slimectl.types import Completion, SamplingParams
 
 Request = tuple[list[int], SamplingParams]
@@ -24,7 +24,7 @@ def make_engine(model_dir: Callable[[str], Path]) -> Callable[..., EmbeddedEngin
     def make(family: str = "llama", **options: Any) -> EmbeddedEngine:
         folder = model_dir(family)
         config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-        engine = EmbeddedEngine(config, tokenizer, **options)
+        engine = EmbeddedEngine(config, tokenizer, EngineOptions(**options))
         engine.load_weights(HFCheckpoint().read(folder), version="0")
         return engine
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from slimectl.errors import BackendError, SettingsError
 from slimectl.types import Completion, JsonGrammar, SamplingParams
 
@@ -66,7 +66,7 @@ def test_rope_scalings_are_those_of_transformers_within_and_beyond_the_original_
     config.rope_parameters = {"rope_theta": 10000.0} | SCALINGS[scaling]
     config.max_position_embeddings = 64
     reference = AutoModelForCausalLM.from_pretrained(model_dir("llama"), config=config, dtype=torch.float32)
-    engine = EmbeddedEngine(config, AutoTokenizer.from_pretrained(model_dir("llama")), max_context=128)
+    engine = EmbeddedEngine(config, AutoTokenizer.from_pretrained(model_dir("llama")), EngineOptions(max_context=128))
     engine.load_weights(HFCheckpoint().read(model_dir("llama")), version="0")
     prompts = [list(b"short"), list(range(50)), list(range(100))]
     for prompt, answer in zip(prompts, answers(engine, *((prompt, GREEDY) for prompt in prompts)), strict=True):

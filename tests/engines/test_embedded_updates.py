@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.data.hashing import tensor_checksum
-from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from slimectl.engines.weight_sync.delta import write_delta
 from slimectl.engines.weight_sync.delta_format import DeltaFile, Versions
 from slimectl.errors import BackendError, CheckpointError
@@ -80,7 +80,9 @@ def test_a_delta_makes_the_weights_of_a_whole_load(
     old = {name: tensor.to(dtype) for name, tensor in HFCheckpoint().read(folder)}
     new = {name: torch.where(torch.rand(each.shape) < share, each * 1.5 + 0.1, each) for name, each in old.items()}
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    engine, whole = (EmbeddedEngine(config, tokenizer, dtype=dtype, compile_kernels=compile_kernels) for _ in range(2))
+    engine, whole = (
+        EmbeddedEngine(config, tokenizer, EngineOptions(dtype=dtype, compile_kernels=compile_kernels)) for _ in range(2)
+    )
     engine.load_weights(old.items(), version="0")
     engine.apply_delta(delta_between(tmp_path / "0", old, new), version="1")
     whole.load_weights(new.items(), version="1")

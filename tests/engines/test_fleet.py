@@ -17,7 +17,7 @@ import serving
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.http.client import HttpEngine
 from slimectl.engines.sglang.weight_client import SglangWorkers
-from slimectl.engines.supervisor.server_pool import ServerPool
+from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
 from slimectl.types import Completion, SamplingParams
@@ -36,7 +36,8 @@ class Scene:
         self.announced: list[list[str]] = []
         self.restored: list[str] = []
         self.engine: HttpEngine = serving.client([], folder)
-        self.fleet = ServerPool(self.servers.__getitem__, 2, announce=self.announce, restore=self.restore, **options)
+        self.fleet = ServerPool(self.servers.__getitem__, 2, watch=WatchOptions(**options))
+        self.fleet.announce, self.fleet.restore = self.announce, self.restore
         self.fleet.failed = self.engine.fail
         self.engine.troubled = self.fleet.look
         self.fleet.start()

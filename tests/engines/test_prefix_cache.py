@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded import prefix_tree
-from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from slimectl.engines.embedded.prefix_tree import MIN_TOKENS, PrefixTree
 from slimectl.types import Completion, SamplingParams
 
@@ -189,7 +189,7 @@ def test_rotations_that_depend_on_the_length_share_only_within_the_original_cont
     engines = []
     for gib in (1.0, 0.0):
         tokenizer = AutoTokenizer.from_pretrained(model_dir("llama"))
-        engines.append(EmbeddedEngine(config, tokenizer, max_context=160, prefix_cache_gib=gib))
+        engines.append(EmbeddedEngine(config, tokenizer, EngineOptions(max_context=160, prefix_cache_gib=gib)))
         engines[-1].load_weights(HFCheckpoint().read(model_dir("llama")), version="0")
     cached = []
     for length in (30, 55, 100, 64):  # the second one's answer crosses the original context

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded import prefix_tree
-from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from slimectl.engines.weight_sync.base import InProcessSync
 from slimectl.types import Completion, SamplingParams
 
@@ -28,7 +28,7 @@ FLOAT32, BFLOAT16 = 1e-4, 0.4
 
 def new_engine(folder: Path, device: str, *, dtype: torch.dtype = torch.float32, load: bool = True) -> EmbeddedEngine:
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    engine = EmbeddedEngine(config, tokenizer, device=device, dtype=dtype, max_running=5)
+    engine = EmbeddedEngine(config, tokenizer, EngineOptions(device=device, dtype=dtype, max_running=5))
     if load:
         engine.load_weights(HFCheckpoint().read(folder), version="0")
     return engine

@@ -172,7 +172,7 @@ def served(place: Workplace, settings: Settings) -> Lines:
         program, options = process.program, process.options
         lines += [*program.command("127.0.0.1", 1), repr(sorted(program.env)), repr(options.start_timeout_s)]
     pool = servers.new_pool(settings, place.model, executor=LocalExecutor(), folder=place.folder, waiting=True)
-    return [*lines, *(f"{name} = {value}" for name, value in vars(pool).items() if isinstance(value, int | float))]
+    return [*lines, repr(pool.watch)]
 
 
 def installed(place: Workplace, settings: Settings) -> Lines:
@@ -191,7 +191,7 @@ def asked(place: Workplace, settings: Settings) -> Lines:
     from slimectl.runtime.builders import servers
 
     found = servers.client(settings, place.model, builders.tokenizer(place.model), ["http://a:1"], ["http://a:1"])
-    lines = [f"{name} = {value}" for name, value in vars(found).items() if isinstance(value, dict | int | str)]
+    lines = [f"{found.addresses} {found.max_context}", repr(found.options)]
     keys = servers.keys(settings, ())
     return [*lines, f"api_key = {keys.api_key}", f"admin_api_key = {keys.admin_api_key}"]
 

@@ -16,7 +16,7 @@ from workshop import Workshop
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.data.routed_experts import decoded, encoded
-from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from slimectl.errors import HookError, RecordError
 from slimectl.settings import Settings
 from slimectl.stages.generation import GroupGenerator
@@ -93,7 +93,7 @@ def test_a_dense_model_is_refused(model_dir: ModelDir, tmp_path: Path):
 
 def reporting_engine(folder: Path) -> EmbeddedEngine:
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    engine = EmbeddedEngine(config, tokenizer, reports_experts=True)
+    engine = EmbeddedEngine(config, tokenizer, EngineOptions(reports_experts=True))
     engine.load_weights(HFCheckpoint().read(folder), version="0")
     return engine
 

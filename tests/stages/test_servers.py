@@ -14,7 +14,7 @@ import serving
 from machines import is_gone
 from workshop import Workshop, alike, set_up
 
-from slimectl.engines.supervisor.server_pool import ServerPool
+from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
 
 
 def lines(path: Path) -> list[dict]:
@@ -73,7 +73,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str], Pa
     """Two running servers, which take the weights of one run after the other."""
     logs = tmp_path_factory.mktemp("pair")
     servers = [serving.serve(model_dir("llama"), logs / str(i)) for i in range(2)]
-    fleet = ServerPool(servers.__getitem__, 2, watch=False)
+    fleet = ServerPool(servers.__getitem__, 2, watch=WatchOptions(watches=False))
     fleet.start()
     yield fleet.urls
     fleet.close()

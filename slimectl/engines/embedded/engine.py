@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from slimectl.engines.embedded.detokenizer import Detokenizer, StopScanner
 from slimectl.engines.embedded.grammar import TokenGrammar, TokenSet, Vocabulary, token_table
 from slimectl.engines.embedded.json_grammar import compiled
 from slimectl.engines.embedded.model import EngineModel, TokenScores
-from slimectl.engines.embedded.pictures import Pictures
 from slimectl.engines.embedded.runner import Runner, Stats, non_finite_error
 from slimectl.engines.embedded.scheduler import RunningSequence
 from slimectl.engines.embedded.weight_delta import Delta, check_delta, write_delta
@@ -34,93 +34,62 @@ MOST_GRAMMARS = 8
 """Maximum number of grammars that an engine caches, with the masks of their states."""
 
 
-def make_sequence(
-    tokens: list[int],
-    params: SamplingParams,
-    *,
-    vocabulary: int,
-    max_context: int,
-    end_tokens: frozenset[int],
-    detokenizer: Detokenizer,
-    top_count: int = 0,
-    grammar: TokenGrammar | TokenSet | None = None,
-    reports_experts: bool = False,
-    pictures: Pictures | None = None,
-    images: Sequence[Patches] = (),
-) -> RunningSequence:
-    """Create the sequence that continues `tokens`, to be awaited in the running event loop. Raises SettingsError.
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Options of an embedded engine."""
 
-    `images` belong to the placeholder tokens, in the same order. They require the model's `pictures`.
-    """
-    check_prompt(tokens, params, vocabulary=vocabulary, max_context=max_context)
-    prompt, rope_shift = tuple(tokens), 0
-    if pictures is not None and images:
-        images = pictures.shared(images)
-        prompt, rope_shift = pictures.marked(tokens, images)
-    end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
-    if params.min_tokens and len(end_tokens) >= vocabulary:
-        raise SettingsError("min_tokens: every token is a stop token, so a response has one token. Set it to 0.")
-    return RunningSequence(
-        prompt=prompt,
-        params=params,
-        seed=secrets.randbits(63) if params.seed is None else params.seed % 2**63,
-        limit=min(params.max_tokens, max_context - len(tokens)),
-        end_tokens=end_tokens,
-        future=asyncio.get_running_loop().create_future(),
-        scanner=StopScanner(detokenizer, params.stop) if params.stop else None,
-        top_count=top_count,
-        grammar=None if grammar is None else grammar.state(sorted(end_tokens)),
-        reports_experts=reports_experts,
-        images=tuple(images),
-        rope_shift=rope_shift,
-    )
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    max_running: int = 64
+    """Maximum responses that are generated at once."""
+
+    max_context: int | None = None
+    """Maximum tokens of prompt and response. None: the model's limit."""
+
+    end_token_ids: Sequence[int] = ()
+    """End tokens in addition to those of the model and the tokenizer."""
+
+    prefix_cache_gib: float = 1.0
+    """Maximum memory for earlier prompts and responses that later prompts may start with."""
+
+    reports_experts: bool = False
+    """Whether completions have the "routed_experts" of their tokens (data/routed_experts.py)."""
+
+    compile_kernels: bool = True
+    """Whether to use the kernels of native.py."""
 
 
 class EmbeddedEngine:
     """Generates text with weights that are loaded as a whole (`load_weights`) or in parts (`update_weights`).
 
-    Up to `max_running` responses are generated at once. `max_context` (default: the model's) limits prompt plus
-    response. Memory for keys and values grows with the running sequences. The prefix cache adds at most
-    `prefix_cache_gib` for earlier prompts and responses that later prompts may start with. `generate` may be called
-    from successive event loops, and the loop that awaits it drives the engine. Another thread may load weights, which
-    waits for the current step. With `reports_experts`, the extras of a completion include the "routed_experts" of its
-    tokens (data/routed_experts.py) if the model is a mixture of experts.
+    Memory for keys and values grows with the running sequences. `generate` may be called from successive event loops,
+    and the loop that awaits it drives the engine. Another thread may load weights, which waits for the current step.
     """
 
     def __init__(
         self,
         config: Any,
         tokenizer: Any,
+        options: EngineOptions = EngineOptions(),
         *,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-        max_running: int = 64,
-        max_context: int | None = None,
-        end_token_ids: Sequence[int] = (),
-        prefix_cache_gib: float = 1.0,
-        reports_experts: bool = False,
         images: Callable[[ImageSource], Patches] | None = None,
-        compile_kernels: bool = True,
     ) -> None:
-        """Create the engine.
-
-        `images` prepares an image for a vision model. `compile_kernels` enables the kernels of native.py.
-        """
+        """Create the engine. `images` prepares an image for a vision model."""
         text_config = config.get_text_config()
-        self.max_context = max_context or int(text_config.max_position_embeddings)
-        self.device = device
-        torch_device = self._device = torch.device(device)
-        self._model = EngineModel(config, dtype=dtype, device=torch_device, compile_kernels=compile_kernels)
+        self.max_context = options.max_context or int(text_config.max_position_embeddings)
+        self.device = options.device
+        device = self._device = torch.device(options.device)
+        self._model = EngineModel(config, dtype=options.dtype, device=device, compile_kernels=options.compile_kernels)
         self._runner = Runner(
             self._model,
-            max_running=max_running,
+            max_running=options.max_running,
             max_context=self.max_context,
-            prefix_cache_bytes=int(prefix_cache_gib * 2**30),
-            device=torch_device,
+            prefix_cache_bytes=int(options.prefix_cache_gib * 2**30),
+            device=device,
         )
         self._detokenizers = {skip: Detokenizer(tokenizer, keep_special=not skip) for skip in (True, False)}
         self._process_image = images if self._model.pictures is not None else None
-        end_tokens = _ids(text_config.eos_token_id) | _ids(tokenizer.eos_token_id) | _ids(end_token_ids)
+        end_tokens = _ids(text_config.eos_token_id) | _ids(tokenizer.eos_token_id) | _ids(options.end_token_ids)
         # A tokenizer may have more tokens than the model, which never samples the extra ones.
         self._end_tokens = frozenset(token for token in end_tokens if 0 <= token < self._model.vocabulary)
         self._tokenizer = tokenizer
@@ -128,7 +97,7 @@ class EmbeddedEngine:
         self._grammars: dict[Grammar, TokenGrammar] = {}
         self._grammar_lock = threading.Lock()
         self._intake = WeightLoader(self._model.weights)
-        self._reports_experts = reports_experts
+        self._reports_experts = options.reports_experts
         self._pauses: dict[str, float] = {}  # reason -> start time
         self._loader_waits = False
         self._lock = threading.RLock()
@@ -232,18 +201,30 @@ class EmbeddedEngine:
 
         The default of `reports_experts` is the engine's setting.
         """
-        return make_sequence(
-            tokens,
-            params,
-            vocabulary=self._model.vocabulary,
-            max_context=self.max_context,
-            end_tokens=self._end_tokens,
-            detokenizer=self._detokenizers[params.skip_special_tokens],
+        vocabulary = self.vocabulary
+        check_prompt(tokens, params, vocabulary=vocabulary, max_context=self.max_context)
+        patches: Sequence[Patches] = [self._patches(image) for image in images]
+        prompt, rope_shift = tuple(tokens), 0
+        if (pictures := self._model.pictures) is not None and patches:
+            patches = pictures.shared(patches)
+            prompt, rope_shift = pictures.marked(tokens, patches)
+        end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_tokens)
+        if params.min_tokens and len(end_tokens) >= vocabulary:
+            raise SettingsError("min_tokens: every token is a stop token, so a response has one token. Set it to 0.")
+        detokenizer = self._detokenizers[params.skip_special_tokens]
+        return RunningSequence(
+            prompt=prompt,
+            params=params,
+            seed=secrets.randbits(63) if params.seed is None else params.seed % 2**63,
+            limit=min(params.max_tokens, self.max_context - len(tokens)),
+            end_tokens=end_tokens,
+            future=asyncio.get_running_loop().create_future(),
+            scanner=StopScanner(detokenizer, params.stop) if params.stop else None,
             top_count=top_count or params.top_log_probs,
-            grammar=None if params.grammar is None else self.grammar(params.grammar),
+            grammar=None if params.grammar is None else self.grammar(params.grammar).state(sorted(end_tokens)),
             reports_experts=self._reports_experts if reports_experts is None else reports_experts,
-            pictures=self._model.pictures,
-            images=[self._patches(image) for image in images],
+            images=tuple(patches),
+            rope_shift=rope_shift,
         )
 
     def _patches(self, image: ImageSource) -> Patches:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from slimectl.engines.api_keys import NO_KEYS, ServerKeys
 from slimectl.engines.http.api import ServerApi
-from slimectl.engines.http.dispatch import CONNECT_S, Dispatch, LoadBalancer
+from slimectl.engines.http.dispatch import CONNECT_S, ClientOptions, Dispatch, LoadBalancer
 from slimectl.engines.http.request import PendingRequest
 from slimectl.engines.limits import check_prompt
 from slimectl.engines.stop_tokens import StopTokens
@@ -21,16 +21,27 @@ from slimectl.system.http import get
 from slimectl.types import Completion, SamplingParams
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """The model that servers sample from."""
+
+    vocabulary: int
+    max_context: int
+    """Maximum tokens of prompt and response."""
+
+    decode: Callable[..., str] | None = None
+    """Converts tokens to text. Without it, the server's text is used."""
+
+    stops: StopTokens = field(default_factory=StopTokens)
+    """Added to the stop tokens of each request."""
+
+
 class HttpEngine:
     """protocols.Engine over HTTP, for any event loop and thread.
 
     `api` is the API of the servers. `urls` accept generation requests: one router, or servers among which the client
     balances requests. `workers` are the servers themselves, if they differ. If a server fails, its requests restart
     from the beginning on a server of the latest `set_urls`, so that one server generates the whole response.
-    `vocabulary` and `max_context` limit prompts. `decode` converts tokens to text. Without it, the server's text is
-    used. `troubled` is called with every server that failed, so that its monitor checks it at once. `keys` authenticate
-    requests. If servers are `shared` with other clients, an abort does not touch their requests. `stops` are added to
-    the stop tokens of each request.
     """
 
     def __init__(
@@ -38,26 +49,15 @@ class HttpEngine:
         urls: Sequence[str],
         *,
         api: ServerApi,
-        vocabulary: int,
-        max_context: int,
+        model: ServedModel,
         workers: Sequence[str] | None = None,
-        decode: Callable[..., str] | None = None,
-        concurrency: int = 512,
-        affinity: bool = True,
-        request_timeout_s: float = 14400.0,
-        connect_timeout_s: float = 120.0,
-        troubled: Callable[[str], object] | None = None,
-        keys: ServerKeys = NO_KEYS,
-        shared: bool = False,
-        stops: StopTokens | None = None,
+        options: ClientOptions = ClientOptions(),
     ) -> None:
-        self.api = api
-        self.max_context = max_context
-        self.troubled = troubled or (lambda url: None)
-        self.vocabulary, self._decode, self._stops = vocabulary, decode, stops or StopTokens()
-        self._balance_options: dict[str, Any] = {"concurrency": concurrency, "affinity": affinity}
-        self._timeouts = {"request_timeout_s": request_timeout_s, "connect_timeout_s": connect_timeout_s}
-        self._keys, self._shared = keys, shared
+        self.api, self.model, self.options = api, model, options
+        self.max_context = model.max_context
+        self.troubled: Callable[[str], object] = lambda url: None
+        """Called with every server that failed, so that its monitor checks it at once."""
+
         self._urls, self._workers = list(urls), list(workers or urls)
         self.addresses = list(urls)
         """The latest request addresses. The list object stays the same."""
@@ -82,15 +82,15 @@ class HttpEngine:
                 "a grammar requires engine.backend = embedded. Servers return log-probabilities after its mask, "
                 "which trainers do not compute."
             )
-        check_prompt(tokens, params, vocabulary=self.vocabulary, max_context=self.max_context)
-        params = self._stops.added_to(params)
+        check_prompt(tokens, params, vocabulary=self.model.vocabulary, max_context=self.max_context)
+        params = self.model.stops.added_to(params)
         flight = PendingRequest(
             list(tokens),
             params,
             limit=min(params.max_tokens, self.max_context - len(tokens)),
             key=hash(tuple(tokens)),
             stop_tokens=frozenset(params.stop_token_ids if params.ignore_eos else ()),
-            decode=self._decode,
+            decode=self.model.decode,
             on_tokens=on_tokens,
         )
         completion = await asyncio.wrap_future(self._background.submit(self._complete(flight)))
@@ -145,7 +145,7 @@ class HttpEngine:
 
     async def _get(self, url: str, path: str) -> Any:
         try:
-            reply = await get(url + path, timeout_s=CONNECT_S, headers=self._keys.headers(url, path))
+            reply = await get(url + path, timeout_s=CONNECT_S, headers=self.options.keys.headers(url, path))
         except BackendError as error:
             raise BackendError(f"engine at {url} is not answering. Start one with `slimectl serve`.") from error
         if reply.status in (401, 403):
@@ -175,15 +175,13 @@ class HttpEngine:
 
     def _get_dispatch(self) -> Dispatch:
         if self._dispatch is None:
-            balance = LoadBalancer(self._urls, **self._balance_options)
+            balance = LoadBalancer(self._urls, concurrency=self.options.concurrency, affinity=self.options.affinity)
             if self._failure is not None:
                 balance.fail(self._failure)
             self._dispatch = Dispatch(
                 balance,
-                api=self.api,
+                self.api,
+                self.options,
                 troubled=lambda url: self.troubled(url),  # it may be replaced
-                keys=self._keys,
-                shared=self._shared,
-                **self._timeouts,
             )
         return self._dispatch

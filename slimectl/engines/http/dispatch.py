@@ -8,6 +8,7 @@ import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -106,26 +107,30 @@ ABORT_GRACE_S = 5.0
 ABORT_REPLY_S, ABORT_AGAIN_S = 2.0, 0.25
 
 
-class Dispatch:
-    """Retries requests until a server completes them. Calls `troubled` with failed (not paused) servers.
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """How a client sends its requests."""
 
-    If servers are `shared` with other clients, an abort does not touch their requests.
-    """
+    concurrency: int = 512
+    """Requests in flight per server."""
+
+    affinity: bool = True
+    """Whether equal prompts go to the same server."""
+
+    request_timeout_s: float = 14400.0
+    connect_timeout_s: float = 120.0
+    keys: ServerKeys = NO_KEYS
+    shared: bool = False
+    """Whether other clients use the servers, so that an abort must not touch their requests."""
+
+
+class Dispatch:
+    """Retries requests until a server completes them. Calls `troubled` with failed (not paused) servers."""
 
     def __init__(
-        self,
-        balance: LoadBalancer,
-        *,
-        api: ServerApi,
-        request_timeout_s: float,
-        connect_timeout_s: float,
-        troubled: Callable[[str], object],
-        keys: ServerKeys = NO_KEYS,
-        shared: bool = False,
+        self, balance: LoadBalancer, api: ServerApi, options: ClientOptions, *, troubled: Callable[[str], object]
     ) -> None:
-        self.balance, self._api, self._shared = balance, api, shared
-        self._request_timeout_s, self._connect_timeout_s = request_timeout_s, connect_timeout_s
-        self._troubled, self._keys = troubled, keys
+        self.balance, self._api, self._options, self._troubled = balance, api, options, troubled
         self._flights: dict[int, tuple[PendingRequest, asyncio.Task[Completion]]] = {}
         self._asking: dict[int, tuple[str, asyncio.Timeout]] = {}
         self._session = aiohttp.ClientSession(
@@ -169,11 +174,11 @@ class Dispatch:
     async def _abort_at(self, url: str, workers: Sequence[str]) -> None:
         """Abort the requests at one of the workers. A request behind a router may be at any worker."""
         ids = None
-        if self._shared:
+        if self._options.shared:
             places = ((flight, self._asking.get(id(flight), (None,))[0]) for flight, _ in self._flights.values())
             ids = [flight.request_id for flight, place in places if place == url or place not in (None, *workers)]
         requests = self._api.abort_requests(ids)
-        await asyncio.gather(*(_post(url, path, body, self._keys) for path, body in requests))
+        await asyncio.gather(*(_post(url, path, body, self._options.keys) for path, body in requests))
 
     def announce(self, urls: Sequence[str]) -> None:
         """Replace the servers.
@@ -203,7 +208,7 @@ class Dispatch:
             if isinstance(failure, Paused):
                 # The server is alive and continues once weights are loaded or the GPU is free, so its pause does not
                 # count.
-                if time.monotonic() - started > self._request_timeout_s:
+                if time.monotonic() - started > self._options.request_timeout_s:
                     raise BackendError(f"engine at {url}: {failure} (engine.request_timeout_s)") from failure
                 await asyncio.sleep(random.uniform(FIRST_PAUSE_S, PAUSED_S))
                 continue
@@ -212,7 +217,7 @@ class Dispatch:
                 tries, silent_s = 0, 0.0
             tries += 1
             silent_s += time.monotonic() - try_started
-            if silent_s >= self._connect_timeout_s:
+            if silent_s >= self._options.connect_timeout_s:
                 raise BackendError(
                     f"engine at {url} is not answering ({tries} tries, {silent_s:.0f} s): {first_line(failure)}. "
                     f"Start one with `slimectl serve`."
@@ -227,14 +232,14 @@ class Dispatch:
         flight.restart()
         flight.asking = True
         try:
-            async with asyncio.timeout(self._request_timeout_s) as limit:
+            async with asyncio.timeout(self._options.request_timeout_s) as limit:
                 self._asking[id(flight)] = url, limit
-                headers = self._keys.headers(url, self._api.generate_path)
+                headers = self._options.keys.headers(url, self._api.generate_path)
                 await generate(self._session, url, flight, api=self._api, headers=headers)
         except (aiohttp.ClientError, TimeoutError, OSError, Unavailable) as error:
             if limit.expired() and self.balance.knows(url):
                 raise BackendError(
-                    f"engine at {url} did not complete the request within {self._request_timeout_s:.0f} s "
+                    f"engine at {url} did not complete the request within {self._options.request_timeout_s:.0f} s "
                     f"(engine.request_timeout_s)"
                 ) from error
             failure = error

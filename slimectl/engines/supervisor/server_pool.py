@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -62,13 +63,32 @@ def in_threads(
     return threads, outcomes
 
 
+@dataclass(frozen=True, slots=True)
+class WatchOptions:
+    """How a pool checks and restarts its servers."""
+
+    watches: bool = True
+    """Whether servers are checked at all, every `interval_s`."""
+
+    interval_s: float = 30.0
+    timeout_s: float = 30.0
+    """Seconds in which a server must respond."""
+
+    first_wait_s: float = 0.0
+    max_restarts: int = 10
+
+
 class ServerPool:
     """A pool of `count` servers from `make(i)`, behind an optional `router` (`kinds[i]`: registration options).
 
-    `announce(addresses, workers)` is called whenever the request addresses change. A restarted server is included only
-    after `restore(url)` has pushed the current weights to it. `failed` is called with the final error if a server dies
-    after all `max_restarts` have been used. Servers are checked every `interval_s` and have `timeout_s` to respond.
+    Set its callbacks before `start`. `announce(addresses, workers)` is called whenever the request addresses change. A
+    restarted server is included only after `restore(url)` has pushed the current weights to it. `failed` is called with
+    the final error if a server dies after all restarts have been used.
     """
+
+    announce: Announce | None = None
+    restore: Callable[[str], object] | None = None
+    failed: Callable[[BaseException], None] | None = None
 
     def __init__(
         self,
@@ -77,20 +97,11 @@ class ServerPool:
         *,
         router: RouterProcess | None = None,
         kinds: Sequence[Mapping[str, Any]] | None = None,
-        interval_s: float = 30.0,
-        timeout_s: float = 30.0,
-        first_wait_s: float = 0.0,
-        max_restarts: int = 10,
-        watch: bool = True,
-        announce: Announce | None = None,
-        restore: Callable[[str], object] | None = None,
-        failed: Callable[[BaseException], None] | None = None,
+        watch: WatchOptions = WatchOptions(),
     ) -> None:
-        self.announce, self.restore, self.failed = announce, restore, failed
         self.restarts = 0
         self._make, self._router, self._router_url = make, router, ""
-        self._interval_s, self._timeout_s, self._first_wait_s = interval_s, timeout_s, first_wait_s
-        self._max_restarts, self._watch = max_restarts, watch
+        self.watch = watch
         self._members = [Member(make(i), kinds[i] if kinds else {}) for i in range(count)]
         self._failure: BaseException | None = None
         self._weights = threading.RLock()  # held while the trainer or a restart changes weights
@@ -132,7 +143,7 @@ class ServerPool:
             for thread in threads:
                 thread.join()
         self._announce_change()
-        if self._watch:
+        if self.watch.watches:
             self._monitor = threading.Thread(target=self._monitor_loop, name="slimectl-servers", daemon=True)
             self._monitor.start()
 
@@ -188,12 +199,12 @@ class ServerPool:
         return part.start()
 
     def _monitor_loop(self) -> None:
-        self._closing.wait(self._first_wait_s)
+        self._closing.wait(self.watch.first_wait_s)
         last_check = time.monotonic()
         while not self._closing.is_set():
-            requested = self._check_now.wait(min(self._interval_s, LOOK_S))
+            requested = self._check_now.wait(min(self.watch.interval_s, LOOK_S))
             self._check_now.clear()
-            due = requested or time.monotonic() - last_check >= self._interval_s
+            due = requested or time.monotonic() - last_check >= self.watch.interval_s
             if self._closing.is_set() or self._failure is not None or not (due or self._any_process_died()):
                 continue
             self._check_servers()
@@ -211,7 +222,7 @@ class ServerPool:
             if self._router is not None and not is_alive(self._router):
                 self._restart_router()
             up = [(i, member) for i, member in enumerate(self._members) if member.up]
-            health = run_coroutine(healthy([member for _, member in up], timeout_s=self._timeout_s))
+            health = run_coroutine(healthy([member for _, member in up], timeout_s=self.watch.timeout_s))
             lost = [entry for entry, is_healthy in zip(up, health, strict=True) if not is_healthy]
             for _, member in lost:
                 member.up = member.routed = False
@@ -237,17 +248,17 @@ class ServerPool:
                     logger.error(f"engine {i}: {error}")
 
     def _restart(self, i: int, member: Member) -> None:
-        started_at = time.monotonic()
+        started_at, limit = time.monotonic(), self.watch.max_restarts
         member.up = member.routed = False
         reason = failure_reason(member.server)
         with self._changing:
-            if self.restarts >= self._max_restarts:
+            if self.restarts >= limit:
                 raise RestartLimitReached(
-                    f"engine {i} at {member.url} died ({reason}), and all {self._max_restarts} restarts have been used "
+                    f"engine {i} at {member.url} died ({reason}), and all {limit} restarts have been used "
                     f"(engine.max_restarts)"
                 )
             self.restarts += 1
-        logger.warning(f"engine {i} at {member.url} died ({reason}). Restart {self.restarts} of {self._max_restarts}")
+        logger.warning(f"engine {i} at {member.url} died ({reason}). Restart {self.restarts} of {limit}")
         if self._router is not None:
             with contextlib.suppress(BackendError):
                 self._router.remove(member.url)

@@ -141,13 +141,11 @@ class EmbeddedBackend(EngineBackend):
 
         from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
         from slimectl.data.images import processor_of
-        from slimectl.engines.embedded.engine import EmbeddedEngine
+        from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            embedded = EmbeddedEngine(
-                config,
-                tokenizer,
+            options = EngineOptions(
                 dtype=getattr(torch, settings.engine.dtype),
                 device=device(settings.engine.device),
                 max_running=settings.engine.max_running_requests,
@@ -155,8 +153,10 @@ class EmbeddedBackend(EngineBackend):
                 end_token_ids=end_tokens(folder, tokenizer),
                 prefix_cache_gib=settings.engine.prefix_cache_gib,
                 reports_experts=settings.train.use_rollout_routing_replay,
-                images=lambda source: processor_of(str(folder)).patches(source),
                 compile_kernels=settings.engine.compile_kernels,
+            )
+            embedded = EmbeddedEngine(
+                config, tokenizer, options, images=lambda source: processor_of(str(folder)).patches(source)
             )
         except SlimectlError:
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -102,9 +102,9 @@ def server_pool(
 
 def new_pool(settings: Settings, model: Path, *, executor: Executor, folder: Path, waiting: bool) -> ServerPool:
     """Create the pool of `server_pool` without starting it."""
-    from slimectl.engines.supervisor.server_pool import ServerPool
+    from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
 
-    options, logs, api_key = settings.engine, folder / "logs", keys(settings, ()).api_key
+    engine, logs, api_key = settings.engine, folder / "logs", keys(settings, ()).api_key
     specs = [spec for spec in _specs(settings, served_model(settings, model)) if spec.gets_weights]
 
     return ServerPool(
@@ -112,11 +112,13 @@ def new_pool(settings: Settings, model: Path, *, executor: Executor, folder: Pat
         len(specs),
         router=_router(settings, logs),
         kinds=[spec.router_kind() | ({"api_key": api_key} if api_key else {}) for spec in specs],
-        interval_s=options.health_check_interval,
-        timeout_s=options.health_check_timeout,
-        first_wait_s=options.health_check_first_wait,
-        max_restarts=options.max_restarts,
-        watch=options.use_fault_tolerance,
+        watch=WatchOptions(
+            watches=engine.use_fault_tolerance,
+            interval_s=engine.health_check_interval,
+            timeout_s=engine.health_check_timeout,
+            first_wait_s=engine.health_check_first_wait,
+            max_restarts=engine.max_restarts,
+        ),
     )
 
 
@@ -127,7 +129,7 @@ def auxiliary_servers(
 
     Returns them, and settings for hooks in which each of sglang.server_groups has the list `url` of its addresses.
     """
-    from slimectl.engines.supervisor.server_pool import ServerPool
+    from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
 
     started: list[ServerPool] = []
     groups = [dict(group) for group in settings.sglang.server_groups]
@@ -142,7 +144,7 @@ def auxiliary_servers(
         def make(i: int, specs: list[ServerSpec] = specs) -> Any:
             return _hosted(settings, specs[i], executor=executor, logs=folder / "logs", waiting=False)
 
-        started.append(ServerPool(make, len(specs), max_restarts=settings.engine.max_restarts))
+        started.append(ServerPool(make, len(specs), watch=WatchOptions(max_restarts=settings.engine.max_restarts)))
         try:
             started[-1].start()
         except BaseException:
@@ -214,38 +216,34 @@ def _router(settings: Settings, logs: Path) -> Any:
 
 
 def client(
-    settings: Settings,
-    model: Path,
-    tokenizer: Any,
-    addresses: Sequence[str],
-    workers: Sequence[str],
-    *,
-    troubled: Callable[[str], None] | None = None,
+    settings: Settings, model: Path, tokenizer: Any, addresses: Sequence[str], workers: Sequence[str]
 ) -> HttpEngine:
     """Build the client of the servers at `addresses`. Raises BackendError if engine.url serves another model."""
     from slimectl.architectures.config import read_config
     from slimectl.engines.embedded.detokenizer import Detokenizer
-    from slimectl.engines.http.client import HttpEngine
+    from slimectl.engines.http.client import HttpEngine, ServedModel
+    from slimectl.engines.http.dispatch import ClientOptions
     from slimectl.engines.stop_tokens import StopTokens, special_tokens
 
     options, config = settings.engine, read_config(model)
     config = config.get("text_config", config)
-    http_engine = HttpEngine(
-        addresses,
-        api=_api(settings, config),
-        workers=workers,
-        vocabulary=config["vocab_size"],
-        max_context=settings.rollout.max_context_len or config["max_position_embeddings"],
+    vocabulary, specials = config["vocab_size"], special_tokens(tokenizer, vocabulary=config["vocab_size"])
+    served = ServedModel(
+        vocabulary,
+        settings.rollout.max_context_len or config["max_position_embeddings"],
         decode=Detokenizer(tokenizer).response_text,
+        stops=StopTokens(specials, end_tokens(model, tokenizer)),
+    )
+    client_options = ClientOptions(
         concurrency=options.server_concurrency,
         affinity=options.session_affinity,
         request_timeout_s=options.request_timeout_s,
         connect_timeout_s=options.connect_timeout_s,
-        troubled=troubled,
         keys=keys(settings, workers),
         shared=bool(options.url),
-        stops=StopTokens(special_tokens(tokenizer, vocabulary=config["vocab_size"]), end_tokens(model, tokenizer)),
     )
+    api = _api(settings, config)
+    http_engine = HttpEngine(addresses, api=api, model=served, workers=workers, options=client_options)
     if options.url:
         http_engine.check_model({"model_type": config.get("model_type"), "vocab_size": config["vocab_size"]})
     return http_engine
@@ -287,7 +285,8 @@ def start_engines(settings: Settings, model: Path, tokenizer: Any) -> Iterator[E
             started.start()
             count = len(started.urls)
             logger.info(f"{quantity(count, 'engine')} ready")
-            http_engine = client(settings, model, tokenizer, started.addresses, started.urls, troubled=started.look)
+            http_engine = client(settings, model, tokenizer, started.addresses, started.urls)
+            http_engine.troubled = started.look
             started.announce, started.failed = http_engine.set_urls, http_engine.fail
         closing.callback(lambda: run_coroutine(http_engine.close()))
         yield http_engine

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 from slimectl.architectures.config import read_config
 from slimectl.checkpoints.base_model import base_model
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from slimectl.engines.server.access import Guard, own_names
 from slimectl.engines.server.app import running
 from slimectl.engines.server.state import ServerConfig, Service
@@ -98,7 +98,7 @@ def served(
 ) -> Iterator[Server]:
     """A server of the model in a folder, until the block is left."""
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    engine = EmbeddedEngine(config, tokenizer, **options)
+    engine = EmbeddedEngine(config, tokenizer, EngineOptions(**options))
     if load:
         engine.load_weights(HFCheckpoint().read(folder), version="0")
     facts = ServerConfig(

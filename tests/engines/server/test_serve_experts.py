@@ -11,9 +11,8 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.engines.api_keys import ServerKeys
-from slimectl.engines.embedded.engine import EmbeddedEngine
-from slimectl.engines.http.client import HttpEngine
+from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
+from slimectl.engines.http.client import HttpEngine, ServedModel
 from slimectl.engines.sglang.api import SglangApi
 from slimectl.errors import SettingsError
 from slimectl.types import Completion, SamplingParams
@@ -25,7 +24,7 @@ ModelDir = Callable[[str], Path]
 
 def asked(url: str, **options: Any) -> Completion:
     async def generated() -> Completion:
-        engine = HttpEngine([url], api=SglangApi(**options), vocabulary=259, max_context=256, keys=ServerKeys())
+        engine = HttpEngine([url], api=SglangApi(**options), model=ServedModel(259, 256))
         try:
             return await engine.generate(PROMPT, params=PARAMS)
         finally:
@@ -37,7 +36,7 @@ def asked(url: str, **options: Any) -> Completion:
 def test_the_experts_of_an_answer_are_those_of_the_engine_in_process(serving: Callable[..., Any], model_dir: ModelDir):
     folder = model_dir("qwen3_moe")
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    engine = EmbeddedEngine(config, tokenizer, reports_experts=True)
+    engine = EmbeddedEngine(config, tokenizer, EngineOptions(reports_experts=True))
     engine.load_weights(HFCheckpoint().read(folder), version="0")
     expected = asyncio.run(engine.generate(PROMPT, params=PARAMS))
     with serving(folder) as server:

@@ -15,7 +15,8 @@ import pytest
 import serving
 from aiohttp import web
 
-from slimectl.engines.http.client import HttpEngine
+from slimectl.engines.http.client import HttpEngine, ServedModel
+from slimectl.engines.http.dispatch import ClientOptions
 from slimectl.engines.sglang.api import SglangApi
 from slimectl.engines.supervisor.server_process import free_port
 from slimectl.errors import BackendError, SettingsError
@@ -76,8 +77,8 @@ def refusing(status: int, body: Any) -> Answer:
     return answer
 
 
-def bare(*urls: str, **options: Any) -> HttpEngine:
-    return HttpEngine(list(urls), **{"api": SglangApi(), "vocabulary": 259, "max_context": 256, **options})
+def bare(*urls: str, api: SglangApi = SglangApi(), **options: Any) -> HttpEngine:
+    return HttpEngine(list(urls), api=api, model=ServedModel(259, 256), options=ClientOptions(**options))
 
 
 def asked_of(answer: Answer, params: SamplingParams = SHORT, **options: Any) -> Completion:

@@ -18,7 +18,7 @@ from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.http.client import HttpEngine
 from slimectl.engines.sglang.launch import router_server
 from slimectl.engines.sglang.topology import groups_of
-from slimectl.engines.supervisor.server_pool import ServerPool
+from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
 from slimectl.system.http import get
 from slimectl.types import Completion
 
@@ -32,10 +32,9 @@ class Disaggregated:
         self.servers = [serving.sglang(folder, logs, spec=spec, preloaded=True) for spec in specs]
         self.router = router_server("cache_aware", log=logs / "router.log", python=python, disaggregated=True)
         self.engine: HttpEngine = serving.client([], folder)
-        self.pool = ServerPool(
-            self.servers.__getitem__, 2, router=self.router, kinds=[spec.router_kind() for spec in specs],
-            interval_s=600.0, announce=self.engine.set_urls, failed=self.engine.fail, restore=self.restore,
-        )  # fmt: skip
+        kinds, watch = [spec.router_kind() for spec in specs], WatchOptions(interval_s=600.0)
+        self.pool = ServerPool(self.servers.__getitem__, 2, router=self.router, kinds=kinds, watch=watch)
+        self.pool.announce, self.pool.failed, self.pool.restore = self.engine.set_urls, self.engine.fail, self.restore
         self.engine.troubled = self.pool.look
         self.version = "1"
         self.pool.start()

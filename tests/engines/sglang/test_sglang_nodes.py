@@ -16,7 +16,7 @@ from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.http.client import HttpEngine
 from slimectl.engines.sglang.topology import groups_of
 from slimectl.engines.supervisor.node_group import NodeGroup
-from slimectl.engines.supervisor.server_pool import ServerPool
+from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
 
 
 class TwoMachines:
@@ -27,10 +27,9 @@ class TwoMachines:
         (spec,) = groups_of(folder, num_engines=1, gpus_per_engine=2, gpus_per_node=1)
         self.processes = [serving.sglang(folder, logs, spec=part, preloaded=True) for part in spec.parts()]
         self.engine: HttpEngine = serving.client([], folder)
-        self.pool = ServerPool(
-            lambda _: NodeGroup(self.processes, lambda address: [f"--dist-init-addr={address}"]), 1,
-            interval_s=600.0, announce=self.engine.set_urls, failed=self.engine.fail, restore=self.push,
-        )  # fmt: skip
+        group = NodeGroup(self.processes, lambda address: [f"--dist-init-addr={address}"])
+        self.pool = ServerPool(lambda _: group, 1, watch=WatchOptions(interval_s=600.0))
+        self.pool.announce, self.pool.failed, self.pool.restore = self.engine.set_urls, self.engine.fail, self.push
         self.engine.troubled = self.pool.look
         self.pool.start()
         self.push(self.pool.urls[0])

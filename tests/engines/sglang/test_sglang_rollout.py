@@ -25,7 +25,7 @@ from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.http.client import HttpEngine
 from slimectl.engines.sglang.api import SglangApi
 from slimectl.engines.sglang.weight_client import SglangWorkers
-from slimectl.engines.supervisor.server_pool import ServerPool
+from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
 from slimectl.settings.rollout import RolloutSettings
@@ -43,10 +43,8 @@ class Served:
         self.folder = folder
         self.server: ServerProcess = serving.sglang(folder, logs, preloaded=True)
         self.engine: HttpEngine = serving.client([], folder)
-        self.fleet = ServerPool(
-            lambda _: self.server, 1, interval_s=600.0, announce=self.engine.set_urls, restore=self.push,
-            failed=self.engine.fail,
-        )  # fmt: skip
+        self.fleet = ServerPool(lambda _: self.server, 1, watch=WatchOptions(interval_s=600.0))
+        self.fleet.announce, self.fleet.failed, self.fleet.restore = self.engine.set_urls, self.engine.fail, self.push
         self.engine.troubled = self.fleet.look
         self.fleet.start()
 

@@ -16,7 +16,7 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.http.client import HttpEngine
 from slimectl.engines.sglang.launch import router_server
 from slimectl.engines.sglang.weight_client import SglangWorkers
-from slimectl.engines.supervisor.server_pool import ServerPool
+from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
 from slimectl.errors import BackendError
 from slimectl.system.http import get
 from slimectl.types import Completion, SamplingParams
@@ -41,10 +41,10 @@ class Routed:
     def start(self, logs: Path) -> None:
         self.router = router_server("cache_aware", log=logs / "router.log", python=serving.python_of("sglang"))
         self.engine: HttpEngine = serving.client([], self.folder)
-        self.fleet = ServerPool(
-            self.servers.__getitem__, 2, router=self.router, interval_s=600.0, announce=self.engine.set_urls,
-            failed=self.engine.fail, restore=lambda url: self.push([url]),
-        )  # fmt: skip
+        watch = WatchOptions(interval_s=600.0)
+        self.fleet = ServerPool(self.servers.__getitem__, 2, router=self.router, watch=watch)
+        self.fleet.announce, self.fleet.failed = self.engine.set_urls, self.engine.fail
+        self.fleet.restore = lambda url: self.push([url])
         self.engine.troubled = self.fleet.look
         self.fleet.start()
         assert self.behind() == []

@@ -8,7 +8,7 @@ import forkserver
 
 INTERRUPTED_WITH_A_LOCK = """
 import sys, threading, time, traceback
-from slimectl.engines.supervisor.server_pool import ServerPool
+from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
 
 class Server:
     def start(self): return "http://127.0.0.1:1"
@@ -27,7 +27,7 @@ def trace(frame, event, argument):
     return after
 
 interrupted = []
-pool = ServerPool(lambda number: Server(), 2, watch=False)
+pool = ServerPool(lambda number: Server(), 2, watch=WatchOptions(watches=False))
 pool.start()
 pool._closing.set()
 sys.settrace(trace)

@@ -11,7 +11,7 @@ import pytest
 from small_server import server
 
 from slimectl.engines.supervisor.node_group import NodeGroup, interface_variables
-from slimectl.engines.supervisor.server_pool import ServerPool
+from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
 from slimectl.system.http import get
@@ -53,7 +53,8 @@ def test_one_that_fails_ends_the_other_at_once(tmp_path: Path):
 def test_the_loss_of_either_restarts_both(tmp_path: Path):
     nodes = processes(tmp_path)
     restored: list[str] = []
-    pool = ServerPool(lambda _: NodeGroup(nodes, lambda address: [address]), 1, interval_s=600, restore=restored.append)
+    pool = ServerPool(lambda _: NodeGroup(nodes, lambda address: [address]), 1, watch=WatchOptions(interval_s=600))
+    pool.restore = restored.append
     pool.start()
     try:
         pids = [node.pid() for node in nodes]
