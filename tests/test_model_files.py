@@ -14,6 +14,7 @@ import pytest
 
 from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.hf_weights import shards
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.errors import CheckpointError
 from slimectl.policies.checkpoint import copy_companions
 from slimectl.runtime.builders import model_folder
@@ -25,7 +26,6 @@ from slimectl.system.model_files import (
     open_file,
     read_json,
 )
-from slimectl.types import ConvertOptions
 
 ModelDir = Callable[[str], Path]
 NAMES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from slimectl.cli.options import CommonOptions, with_options
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.errors import SettingsError
 from slimectl.system import stdio
-from slimectl.types import ConvertOptions
 
 
 @with_options("source target to dtype quantize block group config card verify logits unpickle force dry_run")

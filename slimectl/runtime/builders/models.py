@@ -15,6 +15,7 @@ from slimectl.chats.tokenizer import TOKENIZER_REMEDY as TOKENIZER_REMEDY
 from slimectl.chats.tokenizer import has_tokenizer as has_tokenizer
 from slimectl.chats.tokenizer import load_tokenizer
 from slimectl.chats.tokenizer import token_decoder as token_decoder
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.data.hugging_face import hub_name, or_fetch, snapshot
 from slimectl.data.manifest import check_integrity
 from slimectl.data.template_check import check_template
@@ -30,7 +31,6 @@ from slimectl.system.model_files import (
     trainer_folder,
 )
 from slimectl.system.stdio import logger
-from slimectl.types import ConvertOptions
 
 TEMPLATES = ("chat_template.*", "tokenizer_config.json", "additional_chat_templates/*")
 """Files that may contain chat templates in a model's folder."""
