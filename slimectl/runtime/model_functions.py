@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from slimectl.data.atomic_replace import refuse_existing
 from slimectl.data.chat import encode_raw, render
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.data.manifest import check_integrity
 from slimectl.data.ownership import read_manifest
 from slimectl.data.run_dir import write_folder
@@ -28,7 +29,7 @@ from slimectl.stages.rollout import demonstrations
 from slimectl.stages.score import attach_log_probs
 from slimectl.stages.train import TrainState
 from slimectl.stages.train import train as train_stage
-from slimectl.types import Chat, Completion, ConvertOptions, Prompt, Sample, SamplingParams, StepReport
+from slimectl.types import Chat, Completion, Prompt, Sample, SamplingParams, StepReport
 
 OnSkipped = Callable[[Prompt], Any]
 """Called with every prompt that is too long."""
