@@ -160,6 +160,7 @@ def test_another_conversion_does_not_go_on_with_what_one_left(tmp_path: Path):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_killed_conversion_is_taken_up_where_it_was(tmp_path: Path, model_dir: ModelDir):
     """Killed in the middle of nine shards, when three or more have their names; what is there is not read again."""
     program = (
@@ -208,6 +209,7 @@ def test_verifying_finds_one_wrong_bit_and_a_lost_tensor(tmp_path: Path):
     assert convert(source, tmp_path / "out", Output(write_hf, no_companions, HFWeights))["tensors"] == 2
 
 
+@pytest.mark.slow
 def test_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path: Path, model_dir: ModelDir):
     """A limit on file sizes stands for the full disk: both reach safetensors as an error of the system."""
     program = (

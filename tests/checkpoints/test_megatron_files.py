@@ -16,6 +16,8 @@ from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.hf_weights import HFWeights
 from slimectl.data.convert_options import ConvertOptions
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'slimectl[megatron]'")
 
 RANKS, VOCABULARY, LAYERS, EXPERTS = 2, 99, 2, 4

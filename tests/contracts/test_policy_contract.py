@@ -40,9 +40,10 @@ def megatron(folder: Path) -> Policy:
 
 
 ADAPTERS: dict[str, Callable[[Path], Policy]] = {"fsdp": alone, "group": over_two_ranks, "megatron": megatron}
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name == "group" else ()) for name in ADAPTERS]
 
 
-@pytest.fixture(scope="module", params=ADAPTERS)
+@pytest.fixture(scope="module", params=NAMES)
 def made(request: pytest.FixtureRequest, model_dir: ModelDir) -> Iterator[Policy]:
     policy = ADAPTERS[request.param](model_dir("qwen3"))
     yield policy

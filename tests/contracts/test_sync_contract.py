@@ -40,6 +40,8 @@ from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.types import Completion, SamplingParams, TrainingSample
 
+pytestmark = pytest.mark.slow
+
 PROMPT = list(b"once upon a time")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
@@ -78,16 +80,15 @@ def policy(request: pytest.FixtureRequest, model_dir: ModelDir) -> Iterator[Poli
     executor.close()
 
 
-@pytest.fixture(params=["served", "sglang", "vllm"])
+@pytest.fixture(params=serving.SERVERS)
 def url(request: pytest.FixtureRequest) -> str:
     return str(request.getfixturevalue(request.param))
 
 
 KINDS = ["disk", "delta", "tensor", "distributed"]
-SERVERS = ("served", "sglang", "vllm")
 PAIRS = [
-    (("one process", "two ranks")[(i + j) % 2], server, kind)
-    for i, server in enumerate(SERVERS) for j, kind in enumerate(KINDS)
+    pytest.param(("one process", "two ranks")[(i + j) % 2], *server.values, kind, marks=server.marks)
+    for i, server in enumerate(serving.SERVERS) for j, kind in enumerate(KINDS)
 ]  # fmt: skip
 """Every transport to every server, and each of both from one process and from two ranks."""
 pushes = pytest.mark.parametrize(("policy", "url", "kind"), PAIRS, indirect=["policy", "url"])
@@ -196,6 +197,7 @@ def test_a_function_of_the_users_sees_what_was_written_before_engines_read_it(
     assert (tmp_path / "pushed.log").read_text().splitlines() == [f"{name} True [1]" for name in names]
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_engines_get_the_same_weights(
     kind: str, policy: Policy, served: str, sglang: str, make: Make, model_dir: ModelDir
@@ -304,6 +306,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name_until_whole_ones_come(
     assert answer.weight_versions == ["21"]
 
 
+@pytest.mark.sglang
 def test_sglang_refuses_a_misshapen_broadcast_and_takes_the_next(sglang: str, make: Make, model_dir: ModelDir):
     whole = list(HFCheckpoint().read(model_dir()))
     policy = Held(misshapen(whole), "31")

@@ -65,6 +65,7 @@ def test_a_critic_begins_at_zero_learns_and_goes_on_from_its_checkpoint(
     assert resumed.optim_step() == critic.optim_step()
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(with_head: Path):
     rows = rows_with_returns()
     one = new_critic(with_head)

@@ -89,6 +89,7 @@ def test_it_goes_on_from_its_checkpoint_which_others_can_load(with_head: Path, t
         resumed.load(alone)
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(with_head: Path):
     rows, one = rows_with_returns(), new(with_head)
     two: Any = DistributedPolicy(LocalExecutor(), partial(new, with_head), ranks=2)

@@ -122,6 +122,7 @@ def test_a_target_that_is_no_layer_is_refused_with_those_that_are(model_dir: Mod
         new_policy(model_dir(), lora=LoraOptions(4, 8.0, ("qkv",)))
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(model_dir: ModelDir):
     build = partial(new_policy, lora=LORA, optimizer=OptimizerOptions(lr=1e-3))
     one, two = build(model_dir()), DistributedPolicy(LocalExecutor(), partial(build, model_dir()), ranks=2)

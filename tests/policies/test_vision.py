@@ -82,6 +82,7 @@ def step(policy: Any, rows: list[TrainingSample]) -> tuple[float, float, dict[st
     return loss, norm, policy.consume_weights(dict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
 def test_two_ranks_equal_one(folder: Path, rows: list[TrainingSample], frozen: bool):
     """Packs of one row: with a trained tower, a rank without images takes part in its reduction."""

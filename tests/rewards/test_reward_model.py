@@ -71,6 +71,7 @@ def test_rewards_are_the_values_after_the_last_token_whatever_stands_beside(
     assert max(expected) - min(expected) > 0.1
 
 
+@pytest.mark.slow
 def test_a_worker_process_reads_the_model_once_and_in_its_own_time(trained: tuple[Path, FsdpCritic]):
     samples = [answer(i, text) for i, text in enumerate(ANSWERS[:4])]
     assert graded(trained[0], samples, workers=1) == pytest.approx(graded(trained[0], samples), abs=1e-5)

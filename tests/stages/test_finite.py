@@ -132,6 +132,7 @@ def test_the_critic_of_ppo_stops_before_the_policy_learns(model_dir: ModelDir):
     assert "no single sample is to blame" in words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "ranks"), [("fsdp", 1), ("megatron", 1), pytest.param("fsdp", 2, id="fsdp-two-ranks")]
 )

@@ -43,6 +43,7 @@ def rewards(settings: Settings, *samples: Sample) -> list[object]:
     return [sample.reward for sample in score(samples, grade, settings.score, executor=LocalExecutor())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rewards_stay_with_their_samples_whatever_each_takes(executor: LocalExecutor, workers: int):
     given = [answered("x", index) for index in range(9)]
@@ -51,6 +52,7 @@ def test_rewards_stay_with_their_samples_whatever_each_takes(executor: LocalExec
     assert [sample.reward for sample in scored] == [float(index) for index in range(9)]
 
 
+@pytest.mark.slow
 def test_an_overrun_time_limit_is_reward_0_with_the_reason_and_costs_no_other_sample(executor: LocalExecutor):
     given = [answered("stuck" if index == 2 else "fine", index) for index in range(6)]
     settings = ScoreSettings(workers=2, timeout_s=1.5)

@@ -14,6 +14,8 @@ from slimectl.architectures.torch_dist_keys import tensors
 from slimectl.policies.megatron import parallel
 from slimectl.policies.megatron.model import build
 
+pytestmark = pytest.mark.slow
+
 ALONE = ParallelLayout()
 
 

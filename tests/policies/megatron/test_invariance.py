@@ -131,6 +131,7 @@ def test_packs_micro_batches_and_the_order_of_samples_change_nothing(
     assert_equal(step(alone, shuffled(samples), case), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_number_of_ranks_changes_nothing(
     dealt: OverRanks, samples: list[Sample], expected: Callable[[str], Metrics], case: str
@@ -142,6 +143,7 @@ SOME = ["gspo", "ppo", "mis", "entropy and off-policy masks", "dpo", "reward_mod
 """Each asks something else of a trainer: sums over a sequence, values, masks, entropy, pairs, scores, no advantages."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SOME)
 def test_four_ranks_with_small_packs_change_nothing(
     dealt_to_four: OverRanks, samples: list[Sample], expected: Callable[[str], Metrics], case: str
@@ -149,6 +151,7 @@ def test_four_ranks_with_small_packs_change_nothing(
     assert_equal(step(dealt_to_four, shuffled(samples), case), expected(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SOME)
 def test_another_trainer_and_its_layouts_change_nothing(
     cut: OverRanks, samples: list[Sample], expected: Callable[[str], Metrics], case: str

@@ -133,6 +133,7 @@ def alone(four_layers: ModelDir) -> Callable[[str], Outcome]:
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options"), TWO, ids=str)
 def test_two_ranks_equal_one(two: Ranks, four_layers: ModelDir, alone: Any, kind: str, options: dict[str, Any]):
     two.build(four_layers(kind), lora=lora(*TARGETS.get(kind, EVERY)), **options)
@@ -140,6 +141,7 @@ def test_two_ranks_equal_one(two: Ranks, four_layers: ModelDir, alone: Any, kind
     assert_merged_are_weights(two, four_layers(kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options"), FOUR, ids=str)
 def test_four_ranks_equal_one(four: Ranks, four_layers: ModelDir, alone: Any, kind: str, options: dict[str, Any]):
     four.build(four_layers(kind), lora=lora(*TARGETS.get(kind, EVERY)), **options)
@@ -163,6 +165,7 @@ def test_either_trainer_goes_on_where_the_other_stopped(four_layers: ModelDir, t
         assert found == pytest.approx(other, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_what_two_ranks_saved_one_goes_on_with(two: Ranks, four_layers: ModelDir, tmp_path: Path, kind: str):
     layout = ParallelLayout(tensor=2, expert=2 if kind == "experts" else 1)

@@ -26,6 +26,8 @@ from slimectl.runtime.builders import check_policy, convert
 from slimectl.runtime.builders.models import version_of
 from slimectl.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 ModelDir = Callable[..., Path]
 TORCH_DIST = {"save_format": "torch_dist"}
 ROUNDED = {"optimizer": OptimizerOptions(lr=1e-3, state_dtype="bfloat16")}

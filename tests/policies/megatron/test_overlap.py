@@ -20,6 +20,7 @@ ModelDir = Callable[..., Path]
 INTERLEAVED = ParallelLayout(pipeline=2, virtual_pipeline=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout", "args"),
     [

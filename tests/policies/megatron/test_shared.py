@@ -47,6 +47,7 @@ def learnt(four_layers: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> L
     return folder, fsdp, step(fsdp)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_it_goes_on_where_the_fsdp_policy_stood(two: Ranks, learnt: Learnt, layout: ParallelLayout):
     folder, fsdp, told = learnt

@@ -119,6 +119,7 @@ def new_policy_from_torch_dist(folder: Path) -> Any:
     return FsdpPolicy(folder, ModelCheckpoint(), optimizer=OptimizerOptions(lr=1e-3))
 
 
+@pytest.mark.slow
 def test_two_ranks_share_them(two: Ranks, published: Callable[[str], Path], tmp_path: Path):
     two.build(published("deepseek_v3"), layout=ParallelLayout(expert=2), save_format="torch_dist")
     trained(two)
