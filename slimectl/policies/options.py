@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -14,9 +14,6 @@ from slimectl.errors import SettingsError
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.recompute import Recompute
-
-if TYPE_CHECKING:
-    from slimectl.policies.megatron.hooks import UserFunctions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -72,6 +69,5 @@ class MegatronOptions:
     optimizer_cpu_offload: bool = False
     routing_replay: bool = False
     """Replay the routing of the last pass for log-probabilities."""
-    user_functions: UserFunctions | None = None
     save_format: str = "hf"
     """"hf", whose files FSDP policies can also load, or "torch_dist", which cannot store adapters."""

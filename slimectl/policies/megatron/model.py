@@ -241,13 +241,22 @@ def padded_vocabulary(architecture: Architecture, layout: ParallelLayout) -> int
     return -(-architecture.vocab_size // layout.tensor) * layout.tensor
 
 
-def build(architecture: Architecture, options: TrainerOptions, megatron: MegatronOptions) -> list[PackedGPT]:
+Provide = Callable[..., PackedGPT]
+"""(build, layout, config, vocab_size, pre_process, post_process, vp_stage) -> a chunk of the model.
+
+`build()` returns the default one.
+"""
+
+
+def build(
+    architecture: Architecture, options: TrainerOptions, megatron: MegatronOptions, provide: Provide | None = None
+) -> list[PackedGPT]:
     """Build this rank's chunks of the model, one per virtual pipeline stage. Matrices are uninitialized.
 
-    Call `parallel.start(layout, …)` first. A function of the user may replace the construction of a chunk. Raises
-    SettingsError for a configuration that megatron-core rejects.
+    Call `parallel.start(layout, …)` first. `provide` replaces the construction of a chunk. Raises SettingsError for a
+    configuration that megatron-core rejects.
     """
-    layout, functions = megatron.layout, megatron.user_functions
+    layout = megatron.layout
     config = transformer_config(
         architecture, layout, dtype=options.compute_dtype, args=megatron.args, recompute=options.recompute
     )
@@ -258,7 +267,7 @@ def build(architecture: Architecture, options: TrainerOptions, megatron: Megatro
         make = partial(PackedGPT, architecture, config, vocab_size=vocab_size, virtual_stage=stage)
         own = {"pre_process": _is_first(stage), "post_process": _is_last(stage), "vp_stage": stage}
         own |= {"config": config, "vocab_size": vocab_size}
-        chunks.append(functions.provide(make, layout, **own) if functions else make())
+        chunks.append(provide(make, layout, **own) if provide else make())
     # The whole chunk is moved, because mcore builds routers on the CPU and moves them when they first run.
     return [chunk.to(device()) for chunk in chunks]
 

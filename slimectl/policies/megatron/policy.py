@@ -39,8 +39,8 @@ class MegatronPolicy(MegatronTrainer):
             logprobs_R, _ = self._log_probs(batch, hidden, entropy=False)
             return hidden.new_zeros(()), batch.by_row(rows, logprobs_R)
 
-        if self.megatron.user_functions is not None:
-            self.megatron.user_functions.before_log_probs(self.chunks)
+        if self.user_functions is not None:
+            self.user_functions.before_log_probs(self.chunks)
         return self.of_rows(rows, finish)
 
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:

@@ -40,6 +40,7 @@ from slimectl.policies.lora import FOLDER, LoraOptions, base_of, write_adapter
 from slimectl.policies.megatron import checkpoint, model, optimizer, parallel, parameters
 from slimectl.policies.megatron.batch import MicroBatch, laid_out, shares
 from slimectl.policies.megatron.config import FP8_TOKENS
+from slimectl.policies.megatron.hooks import UserFunctions
 from slimectl.policies.megatron.lora import Adapters
 from slimectl.policies.megatron.master_weights import PARAM, masters
 from slimectl.policies.megatron.moe import MoEAuxLossScaler
@@ -83,6 +84,7 @@ class MegatronTrainer:
         checkpoint: CheckpointFormat,
         options: TrainerOptions = TrainerOptions(),
         megatron: MegatronOptions = MegatronOptions(),
+        user_functions: UserFunctions | None = None,
     ) -> None:
         """Raises SettingsError or CheckpointError."""
         if options.lora is not None and megatron.save_format != "hf":
@@ -108,8 +110,9 @@ class MegatronTrainer:
         self.device = model.device()
         self._check_device(options.device)
         parallel.start(self.layout, options.seed)
-        if megatron.user_functions is not None:
-            megatron.user_functions.begin()
+        self.user_functions = user_functions
+        if user_functions is not None:
+            user_functions.begin()
         self._build()
         self.balance = MoEAuxLossScaler(self.chunks)
         self.replay = None
@@ -139,7 +142,8 @@ class MegatronTrainer:
         return trained_links(self.links, chosen) - self._unused_names()
 
     def _build(self) -> None:
-        bare = model.build(self.architecture, self.options, self.megatron)
+        provide = None if self.user_functions is None else self.user_functions.provide
+        bare = model.build(self.architecture, self.options, self.megatron, provide)
         if not all(isinstance(chunk, model.PackedGPT) for chunk in bare):
             self.prefix_obstacle = self.prefix_obstacle or "a model from a provider does not share prefixes"
             check_parameters(parameters.local_parameters(bare), self.links, self.layout)
@@ -268,9 +272,11 @@ class MegatronTrainer:
 
     def before_step(self, rollout_id: int, step_id: int) -> None:
         """Implement protocols.PreStepHook: call the user's function before an update."""
-        if (functions := self.megatron.user_functions) is not None:
+        if self.user_functions is not None:
             schedule = partial(lr_at, options=self.options.optimizer)
-            functions.before_step(rollout_id, step_id, model=self.chunks, optimizer=self.optimizer, scheduler=schedule)
+            self.user_functions.before_step(
+                rollout_id, step_id, model=self.chunks, optimizer=self.optimizer, scheduler=schedule
+            )  # fmt: skip
 
     @in_kernels
     def optim_step(self) -> Metrics:

@@ -178,15 +178,15 @@ class MegatronBackend(PolicyBackend):
             train_step=hook(settings, "megatron.custom_before_train_step_hook_path"),
             store_prefix=STORE_PREFIXES.get(role, ""),
         )
-        megatron = replace(_megatron_options(settings, options), user_functions=functions)
+        megatron = _megatron_options(settings, options)
         if role == "critic":
             megatron = replace(megatron, save_format="hf")
         trainers: dict[Role, type[MegatronTrainer]] = {"critic": MegatronCritic, "actor_critic": MegatronActorCritic}
-        return trainers.get(role, MegatronPolicy)(folder, checkpoint, options, megatron)
+        return trainers.get(role, MegatronPolicy)(folder, checkpoint, options, megatron, functions)
 
 
 def _megatron_options(settings: Settings, options: TrainerOptions) -> MegatronOptions:
-    """Return the options of [megatron] for a model, without the user's functions."""
+    """Return the options of [megatron] for a model."""
     from slimectl.policies.options import MegatronOptions
 
     megatron = settings.megatron
