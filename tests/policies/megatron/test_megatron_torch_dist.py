@@ -108,7 +108,7 @@ def test_what_it_holds_is_a_model_for_every_trainer_and_for_convert(
     trained: tuple[Path, Any], four_layers: ModelDir, tmp_path: Path
 ):
     saved, policy = trained
-    convert(str(saved), tmp_path / "hf", to="hf")
+    convert(str(saved), tmp_path / "hf")
     reference = megatron(four_layers("tied"), trains=False)
     reference.load(saved)
     assert (reference.weight_version, version_of(saved)) == ("1", "1")
