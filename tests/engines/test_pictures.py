@@ -125,3 +125,17 @@ def test_weights_are_taken_under_the_names_of_modules_and_of_checkpoints(folder:
     assert dict(engine._model.weights.tensors()).keys() == load_file(folder / "model.safetensors").keys()
     engine.load_weights(reference_model(folder).state_dict().items(), version="1")
     assert engine.weight_version == "1"
+
+
+def test_features_of_an_image_do_not_depend_on_the_images_beside_it(folder: Path, images: list[str]):
+    pictures, processor = new_engine(folder)._model.pictures, processor_of(str(folder))
+    held = pictures.shared([processor.patches(image) for image in images])
+    first, second = (
+        pictures.marked(image_prompt(processor, [each]), [one])[0]
+        for each, one in zip(images[:2], held[:2], strict=True)
+    )
+    alone = pictures.inputs([second], [0]).features
+    beside = pictures.inputs([first, second], [0, 0]).features
+    assert torch.equal(beside.embeddings_CO[-len(alone.embeddings_CO) :], alone.embeddings_CO)
+    for alone_CO, beside_CO in zip(alone.deepstack, beside.deepstack, strict=True):
+        assert torch.equal(beside_CO[-len(alone_CO) :], alone_CO)

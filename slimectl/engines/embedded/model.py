@@ -140,8 +140,8 @@ class EngineModel:
         """Number of experts per token. 0 in a dense model."""
         self.pictures: Pictures | None = None
         tokens = ImageTokens.of(whole)
-        if tokens is not None and self.weights.vision is not None:
-            self.pictures = Pictures(tokens, self.weights.vision, dtype=dtype, device=device)
+        if tokens is not None and self.weights.tower is not None:
+            self.pictures = Pictures(tokens, self.weights.tower)
 
     def new_cache(self) -> Cache:
         return Cache(len(self.weights.layers), self.kv_heads, self.head_dim, dtype=self._dtype, device=self._device)

@@ -1,21 +1,42 @@
-"""Images in prompts: marks their placeholder tokens, and prepares their inputs for a prefill.
+"""Images in prompts: the vision tower, the marks of placeholder tokens, and the inputs of a prefill.
 
-N rows (one per token) · R rows of images · E hidden size.
+N rows (one per token) · R rows of images · E hidden size · C tokens of images · O width of the decoder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from copy import deepcopy
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slimectl.architectures.image_tokens import ImageTokens
 from slimectl.data.images import Patches
-from slimectl.engines.embedded.vision import Features, VisionTower
+
+
+def new_tower(config: Any, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Build the vision tower of a configuration: the module of transformers, with memory for its weights."""
+    from transformers import AutoModel
+    from transformers.initialization import no_init_weights
+
+    without_decoder = deepcopy(config)
+    without_decoder.get_text_config().num_hidden_layers = 0
+    with no_init_weights(), torch.device(device):
+        model = AutoModel.from_config(without_decoder, dtype=dtype, attn_implementation="sdpa")
+    tower: nn.Module = model.visual.requires_grad_(False).eval()
+    return tower
+
+
+class Features(NamedTuple):
+    """Outputs of the tower: embeddings [C, O], and features to add after each of the first decoder layers."""
+
+    embeddings_CO: Tensor
+    deepstack: tuple[Tensor, ...] = ()
+    """One tensor [C, O] per layer (DeepStack, Meng et al. 2024, arXiv:2406.04334)."""
 
 
 class PictureInputs(NamedTuple):
@@ -35,10 +56,11 @@ class Pictures:
     holds its patches.
     """
 
-    def __init__(self, tokens: ImageTokens, tower: VisionTower, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, tokens: ImageTokens, tower: nn.Module) -> None:
         self.tokens = tokens
         self._tower = tower
-        self._dtype, self._device = dtype, device
+        parameter = next(tower.parameters())
+        self._dtype, self._device = parameter.dtype, parameter.device
         self._patches: WeakValueDictionary[int, Patches] = WeakValueDictionary()
 
     def shared(self, images: Sequence[Patches]) -> tuple[Patches, ...]:
@@ -83,11 +105,17 @@ class Pictures:
         return PictureInputs(positions_3N, torch.tensor(rows, device=self._device), self._features(chosen, cells))
 
     def _features(self, images: Sequence[Patches], cells: Sequence[int]) -> Features:
+        """Return the features of some tokens of the images, each of which has its own pass, whatever the others are."""
         if not images:
             return Features(torch.empty(0, device=self._device))
-        pixels_PW = torch.from_numpy(np.concatenate([image.pixels_PW for image in images]))
-        features = self._tower.embed(pixels_PW.to(self._device, self._dtype), [image.grid for image in images])
-        return features.rows(torch.tensor(cells, device=self._device))
+        cells_R = torch.tensor(cells, device=self._device)
+        outputs = []
+        for image in images:
+            pixels_PW = torch.from_numpy(image.pixels_PW).to(self._device, self._dtype)
+            output = self._tower(pixels_PW, grid_thw=torch.tensor([image.grid], device=self._device))
+            outputs.append((output.pooler_output, *(getattr(output, "deepstack_features", None) or ())))
+        embeddings, *deepstack = (torch.cat(parts)[cells_R] for parts in zip(*outputs, strict=True))
+        return Features(embeddings, tuple(deepstack))
 
     def _images(self, prompt: tuple[int, ...]) -> tuple[list[Patches], list[tuple[int, int]]]:
         """Return the images of a prompt and their token ranges."""

@@ -19,9 +19,7 @@ from slimectl.architectures.qwen_vl import DECODER, PUBLISHED, TOWER, published_
 from slimectl.engines.embedded.linear import Linear, can_pack
 from slimectl.engines.embedded.mlp import Experts, Mlp
 from slimectl.engines.embedded.native import Kernels
-from slimectl.engines.embedded.qwen2_5_tower import WindowedTower
-from slimectl.engines.embedded.qwen3_tower import DeepstackTower
-from slimectl.engines.embedded.vision import VisionTower
+from slimectl.engines.embedded.pictures import new_tower
 from slimectl.errors import CheckpointError
 
 BIASED = ("qwen2", "qwen2_5_vl_text")
@@ -31,10 +29,6 @@ NORMED = ("qwen3", "qwen3_moe", "qwen3_vl_text")
 BLOCK_BYTES = 2**20
 BLOCK_ROWS = 64
 """A matrix is read in blocks of about BLOCK_BYTES and of a multiple of BLOCK_ROWS rows."""
-TOWERS: dict[str, type[WindowedTower] | type[DeepstackTower]] = {
-    "qwen2_5_vl": WindowedTower,
-    "qwen3_vl": DeepstackTower,
-}
 
 
 def has_experts(config: Any, index: int) -> bool:
@@ -162,6 +156,7 @@ class Weights:
         vision = getattr(config, "vision_config", None)
         self._model_type = config.model_type
         decoder = "model." if vision is None else self.published_name(DECODER)
+        self.tower = None if vision is None else new_tower(config, dtype=dtype, device=device)
         self._config = config = config.get_text_config()
         self._head_dim = head_dim
         self.dtype, self.device = dtype, device
@@ -175,10 +170,10 @@ class Weights:
         self._embedding_VE = None if self.tied else self._tensor(embedding, vocabulary, hidden)
         self.layers = [self._layer(i, f"{decoder}layers.{i}.") for i in range(config.num_hidden_layers)]
         self.norm_E = self._tensor(f"{decoder}norm.weight", hidden)
-        self.vision: VisionTower | None = None
-        if vision is not None:
-            prefix = self.published_name(TOWER)
-            self.vision = TOWERS[self._model_type](vision, prefix, tensor=self._tensor, linear=self._linear)
+        if self.tower is not None:
+            for name, parameter in self.tower.named_parameters():
+                place = TensorSlot(tuple(parameter.shape), parameter.data)
+                self.places[self.published_name(TOWER + name)] = place
         head = embedding.removesuffix(".weight") if self.tied else "lm_head"
         self.head = self._linear(hidden, {head: vocabulary}, bias=False)
 
