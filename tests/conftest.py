@@ -22,16 +22,19 @@ os.environ.pop("LINES", None)
 os.environ.pop("NO_COLOR", None)
 os.environ.pop("FORCE_COLOR", None)
 
+import cpu_shims
 import forkserver
 import machines
 import pytest
-from markers import mark
 from model_families import FAMILIES, SHAPE
 from workshop import Workshop, set_up
 
 # Here only what takes no time: the process that hands out the tests reads this file before it starts the others.
 
 sys.dont_write_bytecode = False  # nor does pytest rewrite the assertions of each file again: 6 s for each worker
+# Megatron-core without a GPU, in every process of the tests (see support/README.md).
+_paths = [os.path.dirname(cpu_shims.__file__), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
 os.fsync = os.fdatasync = lambda _: None  # no test cuts the power: what kill -9 leaves, the kernel still writes
 gc.disable()  # until tests are collected: it would look at all objects of some thousand modules, again and again
 
@@ -94,8 +97,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return groups.index(scope) if scope in groups else last
 
     items.sort(key=rank)
-    for item in items:
-        mark(item)
 
 
 def pytest_collection_finish() -> None:

@@ -41,6 +41,13 @@ KEYS = ServerKeys(admin_api_key="admin-key-of-the-tests")
 INSTALLED = {"sglang": "SGLang", "vllm": "vLLM"}
 """Servers that are installed in a Python of their own, by the marker of the tests that need them."""
 
+SERVERS = [
+    pytest.param("served", marks=pytest.mark.slow),
+    pytest.param("sglang", marks=[pytest.mark.slow, pytest.mark.sglang]),
+    pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.vllm]),
+]
+"""The fixtures of servers as parameters."""
+
 permitted: set[str] = set()
 """Those that the running test is marked with."""
 
@@ -50,11 +57,11 @@ vllm_urls: set[str] = set()
 
 def python_of(kind: str) -> str:
     """The Python with such a server; skips the test where nobody has installed one."""
-    assert kind in permitted, f"mark this test `{kind}` in tests/markers.py"
+    assert kind in permitted, f"mark this test `{kind}` "
     variable = f"SLIMECTL_{kind.upper()}_PYTHON"
     python = os.environ.get(variable)
     if not python:
-        pytest.skip(f"needs {INSTALLED[kind]}: install slimectl/engines/{kind}/requirements-cpu.txt, name its Python "
+        pytest.skip(f"needs {INSTALLED[kind]}: install tests/support/cpu/requirements-{kind}.txt, name its Python "
                     f"in {variable}")  # fmt: skip
     return python
 

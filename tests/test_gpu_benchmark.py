@@ -46,6 +46,7 @@ def tables(text: str) -> list[list[list[str]]]:
     return [[line.strip("| ").split(" | ") for line in lines if "---" not in line] for lines in blocks]
 
 
+@pytest.mark.slow
 def test_every_cell_of_the_tables_has_a_number(
     gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -23,6 +23,7 @@ def test_ruff_finds_nothing():
     clean("ruff", "format", "--check", ".")
 
 
+@pytest.mark.slow
 def test_mypy_strict_on_every_file():
     clean("mypy")
 

@@ -150,6 +150,7 @@ def test_a_progress_bar_leaves_the_lines_of_the_steps_in_the_log(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_the_library_prints_nothing_to_stderr_itself():
     import ast
     from pathlib import Path

@@ -6,7 +6,10 @@ import hashlib
 import json
 from pathlib import Path
 
+import pytest
 from workshop import Workshop
+
+pytestmark = pytest.mark.slow
 
 ROLLOUT = ("rollout", "-c", "slimectl.toml", "--out", "samples.jsonl")
 SCORE = ("score", "samples.jsonl", "-c", "slimectl.toml", "--out", "scored.jsonl")

@@ -21,6 +21,8 @@ from workshop import Workshop, alike
 from slimectl import load_settings
 from slimectl.cli.output import up_to_date
 
+pytestmark = pytest.mark.slow
+
 AGENT = """
 import json, os, sys, urllib.request
 task = json.loads(sys.stdin.readline())

@@ -18,6 +18,8 @@ from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.protocols import OnTokens
 from slimectl.types import Completion, Sample, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 PYTHON = os.environ.get("AGENT_CLIENTS_PYTHON", "")
 """Python of an environment with tests/agents/requirements.txt, for the frameworks."""
 CLIENTS = sorted((Path(__file__).parent / "clients").glob("with_*.py"))

@@ -201,6 +201,7 @@ losses = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(losses, rows)
 def test_the_policy_loss_and_its_gradient(loss, given_rows):

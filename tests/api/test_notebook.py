@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "tutorial.ipynb"
 SHORTER = [
     (r"ROUNDS = \d+", "ROUNDS = 2"),

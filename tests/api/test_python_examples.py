@@ -19,6 +19,8 @@ from workshop import Workshop
 
 from slimectl.types import Status
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from slimectl.architectures.config import Architecture
-from slimectl.policies.megatron import cpu_patches, parallel
+from slimectl.policies.megatron import parallel
 
 
 @contextlib.contextmanager
@@ -68,8 +67,6 @@ def bare_model(architecture: Architecture) -> GPTModel:
 
 def bare_delta_net(architecture: Architecture) -> GatedDeltaNet:
     """mcore's gated delta net with linear layers of its own."""
-    if cpu_patches.needed():
-        cpu_patches.install(version("megatron-core"))  # again: the rest of megatron.core does not import the module
     config = TransformerConfig(
         **architecture.transformer, activation_func=torch.nn.functional.silu, use_cpu_initialization=True
     )

@@ -17,10 +17,11 @@ from torch import Tensor
 from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.hf import HFCheckpoint, write_hf
 from slimectl.checkpoints.hf_weights import HFWeights
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.data.manifest import integrity_error
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.protocols import NoProgress
-from slimectl.stages.convert import ConvertOptions, Output, convert
+from slimectl.stages.convert import Output, convert
 
 ModelDir = Callable[[str], Path]
 
@@ -159,13 +160,14 @@ def test_another_conversion_does_not_go_on_with_what_one_left(tmp_path: Path):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_killed_conversion_is_taken_up_where_it_was(tmp_path: Path, model_dir: ModelDir):
     """Killed in the middle of nine shards, when three or more have their names; what is there is not read again."""
     program = (
         "import os, signal, sys, time; from pathlib import Path\n"
         "from slimectl.checkpoints.conversion import convert_checkpoint\n"
         "from slimectl.protocols import NoProgress\n"
-        "from slimectl.stages.convert import ConvertOptions\n"
+        "from slimectl.data.convert_options import ConvertOptions\n"
         "target = Path(sys.argv[2])\n"
         "staged = target.with_name('.tmp-out')\n"
         "class Killer(NoProgress):\n"
@@ -207,6 +209,7 @@ def test_verifying_finds_one_wrong_bit_and_a_lost_tensor(tmp_path: Path):
     assert convert(source, tmp_path / "out", Output(write_hf, no_companions, HFWeights))["tensors"] == 2
 
 
+@pytest.mark.slow
 def test_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path: Path, model_dir: ModelDir):
     """A limit on file sizes stands for the full disk: both reach safetensors as an error of the system."""
     program = (

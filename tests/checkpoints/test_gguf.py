@@ -13,13 +13,14 @@ import torch
 
 from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.gguf import GGUFFile
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.errors import CheckpointError
-from slimectl.stages.convert import ConvertOptions
 
 gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'slimectl[gguf]'")
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
+@pytest.mark.slow
 def test_real_model_loads_plainly_and_answers(smollm2: tuple[Path, dict[str, Any]]):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -34,6 +35,7 @@ def test_real_model_loads_plainly_and_answers(smollm2: tuple[Path, dict[str, Any
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"  # it ends by itself
 
 
+@pytest.mark.slow
 def test_real_tokenizer_keeps_text_and_special_tokens(smollm2: tuple[Path, dict[str, Any]]):
     from transformers import AutoTokenizer, GenerationConfig
 

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.hf_weights import HFWeights
-from slimectl.stages.convert import ConvertOptions
+from slimectl.data.convert_options import ConvertOptions
+
+pytestmark = pytest.mark.slow
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'slimectl[megatron]'")
 

@@ -55,6 +55,7 @@ def test_ctrl_c_stops_an_answer_which_keeps_its_text_and_the_next_one_is_whole(m
     assert model.answer(QUESTION, model.params(max_tokens=8), show=lambda _: None).finish_reason in ("length", "stop")
 
 
+@pytest.mark.slow
 def test_a_question_on_a_pipe_follows_the_words_and_the_answer_alone_is_on_stdout(workshop: Workshop):
     options = ["--model", str(workshop.model), *GREEDY, "--max-tokens", "12"]
     whole = workshop.slimectl("ask", "Add:", *options, stdin=b"2+3=?\n")

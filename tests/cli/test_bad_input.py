@@ -189,6 +189,7 @@ def test_a_reward_hook_that_raises_or_returns_nonsense(workshop: Workshop, body:
     assert message in line
 
 
+@pytest.mark.slow
 def test_a_full_disk_while_saving_leaves_nothing_half_written(workshop: Workshop):
     # A limit on file size fails the write as a full disk does: with an error in the middle of the file.
     workshop.slimectl("rollout", "-c", "slimectl.toml", "--out", "sampled.jsonl")

@@ -27,6 +27,7 @@ seeds = [5]
 """
 
 
+@pytest.mark.slow
 def test_a_target_that_is_not_reached_is_a_row_and_exit_code_1(workshop: Workshop):
     settings = SETTINGS.format(model=workshop.model).replace("num_rollout = 6", "num_rollout = 1")
     settings = settings.replace("[track]", "[track]\nwith = []").replace("interval = 2", "success_threshold = 2.0")

@@ -189,6 +189,7 @@ class Terminal:
         os.close(self.fd)
 
 
+@pytest.mark.slow
 def test_zsh_puts_in_values_keys_and_files(tmp_path: Path):
     if shutil.which("zsh") is None:
         pytest.skip("needs zsh")

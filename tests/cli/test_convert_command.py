@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from safetensors.torch import load_file
 from workshop import Workshop
+
+pytestmark = pytest.mark.slow
 
 
 def left(workshop: Workshop, before: set[str]) -> set[str]:

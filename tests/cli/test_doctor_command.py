@@ -23,6 +23,7 @@ def test_engine_and_trainer_agree_over_steps_that_change_nothing(workshop: Works
     assert all(0 < difference < 1e-4 for difference in differences)
 
 
+@pytest.mark.slow
 def test_a_disagreement_fails_with_exit_code_1(workshop: Workshop):
     strict = ["-s", "run.max_logprob_mismatch=1e-9"]
     said = workshop.slimectl("doctor", "--engine", "--model", str(workshop.model), *strict, code=1).decode()
@@ -49,6 +50,7 @@ STEP = {"train/train_rollout_logprob_abs_diff": 0.2}
 LEFT_OVER = {"train/rollouts_left_over": 1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "recorded", "reports", "warnings"),
     [

@@ -8,6 +8,7 @@ import re
 import tomllib
 from typing import Annotated
 
+import pytest
 import typer
 from workshop import Workshop
 
@@ -46,6 +47,7 @@ def test_the_first_of_two_options_of_one_name_counts():
     assert calls == [(None, ["a"], True)]
 
 
+@pytest.mark.slow
 def test_the_settings_file_of_this_folder_is_named_where_no_other_was_given(workshop: Workshop):
     said = "reading settings from slimectl.toml in this folder\n"
     shown = workshop.slimectl("run", "--dry-run", "-s", "score.rm_type=exact")
@@ -60,6 +62,7 @@ def test_the_settings_file_of_this_folder_is_named_where_no_other_was_given(work
     assert workshop.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_resume_names_the_settings_that_changed(workshop: Workshop):
     short = ("-s", "eval.interval=none")
     workshop.slimectl("run", "-s", "run.num_rollout=1", *short)
@@ -75,6 +78,7 @@ def test_a_resume_names_the_settings_that_changed(workshop: Workshop):
     assert (kept["train"]["lr"], kept["run"]["num_rollout"], kept["run"]["dir"]) == (2e-3, 3, "runs")
 
 
+@pytest.mark.slow
 def test_a_resume_notes_the_settings_that_changed_in_the_file_of_the_run(workshop: Workshop):
     short = ("-s", "eval.interval=none")
     workshop.slimectl("run", "-s", "run.num_rollout=1", *short)

@@ -14,6 +14,8 @@ from slimectl.data.io import byte_lines, is_pipe, spool
 from slimectl.data.prompts import open_prompts
 from slimectl.errors import RecordError
 
+pytestmark = pytest.mark.slow
+
 SAMPLE = {"group_index": 0, "index": 0, "prompt": "x", "tokens": [1, 2], "response": "b", "response_length": 1,
           "label": "b", "status": "completed"}  # fmt: skip
 

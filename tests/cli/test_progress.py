@@ -82,6 +82,7 @@ def test_a_run_shows_its_phase_the_median_time_of_a_round_and_figures_as_far_as_
     assert progress.line() == "7/10 rounds  rollout 3/8  3 s/round  0:20 left  reward 0.500  grad 1.25"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "value", "drawn"), [("CI", "true", False), ("CI", "", True), ("TERM", "dumb", False)])
 def test_no_bar_where_a_terminal_is_a_file_that_somebody_reads(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, drawn: bool
@@ -135,6 +136,7 @@ def on_terminal(
     return text.decode(), process.wait(300)
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(slow: Workshop, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TERM", "xterm")
     text, code = on_terminal(slow, *GRADING)
@@ -145,6 +147,7 @@ def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(slow: Workshop, monkeypat
     assert "/16 samples" not in text.rpartition(ERASE)[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("term", "options"), [("dumb", ()), ("xterm", ("--quiet",))])
 def test_no_bar_on_a_dumb_terminal_or_where_messages_are_hidden(
     slow: Workshop, monkeypatch: pytest.MonkeyPatch, term: str, options: tuple[str, ...]
@@ -165,11 +168,13 @@ def test_an_interrupt_erases_the_bar_before_its_message(slow: Workshop, monkeypa
     assert "\x1b[?25l" not in text  # the cursor was never hidden
 
 
+@pytest.mark.slow
 def test_no_control_characters_where_stderr_is_a_file(slow: Workshop):
     slow.slimectl(*GRADING)
     assert slow.stderr == "16 samples, mean reward 1\n"
 
 
+@pytest.mark.slow
 def test_a_run_on_a_narrow_terminal_draws_one_bar_and_writes_its_lines_into_the_log(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ):

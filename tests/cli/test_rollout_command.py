@@ -87,6 +87,7 @@ def test_a_chat_goes_through_the_template_without_a_warning(workshop: Workshop) 
     assert "apply_chat_template" not in workshop.stderr
 
 
+@pytest.mark.slow
 def test_a_file_of_other_inputs_is_replaced_with_force_alone(workshop: Workshop) -> None:
     first, second = write(workshop, "a.jsonl", ROWS[:1]), write(workshop, "b.jsonl", ROWS)
     command = ("rollout", *SHORT, "-o", "s.jsonl")
@@ -111,6 +112,7 @@ def test_a_file_of_the_users_is_replaced_with_force_alone(workshop: Workshop) ->
     assert (workshop.folder / "reward.py").read_bytes() == mine
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_run_as_a_model_is_its_newest_checkpoint(workshop: Workshop) -> None:
     workshop.slimectl("run", "-s", "run.num_rollout=2", "-s", "eval.interval=none")
     direct = workshop.slimectl("rollout", *SHORT, "--model", "runs/a/latest")

@@ -133,6 +133,7 @@ def test_a_reward_that_is_none_is_named_and_what_came_before_it_is_kept(workshop
     assert all(f"out.jsonl.partial: keeping {kept} samples. Run the same command again" in line for line in said)
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_costs_its_sample_and_is_counted(workshop: Workshop):
     samples_file(workshop, BOXES)
     (workshop.folder / "unfit.py").write_text(UNFIT)

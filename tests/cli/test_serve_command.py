@@ -26,6 +26,8 @@ from slimectl.runtime import builders
 from slimectl.runtime.builders import serving
 from slimectl.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., ForkedProcess]
 KEY = "key-of-this-test"
 COMMAND = [sys.executable, "-m", "slimectl", "serve"]

@@ -91,6 +91,7 @@ def test_a_schedule_of_samples_that_cannot_be_counted_is_refused_with_what_it_ne
     )
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on_to_the_bytes_of_an_undisturbed_one(workshop: Workshop) -> None:
     (workshop.folder / "sft.toml").write_text(SUPERVISED)
     started = ("train", "prompts.jsonl", "-c", "slimectl.toml", "-c", "sft.toml")

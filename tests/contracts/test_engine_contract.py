@@ -39,7 +39,7 @@ def embedded(folder: Path) -> Any:
     return EmbeddedEngine(AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
 
 
-@pytest.fixture(params=["embedded", "served", "sglang", "vllm"])
+@pytest.fixture(params=["embedded", *serving.SERVERS])
 def engine(request: pytest.FixtureRequest, model_dir: ModelDir) -> Any:
     """Each adapter with the weights of the small model; servers live as long as the session."""
     folder = model_dir()
@@ -229,7 +229,8 @@ def test_abort_returns_what_each_has_and_the_engine_lives_on(engine: Any):
     assert answers(engine, (PROMPT, GREEDY))[0].tokens == whole[:12]
 
 
-@pytest.mark.parametrize("url", ["served", "sglang", "vllm"])
+@pytest.mark.slow
+@pytest.mark.parametrize("url", serving.SERVERS)
 def test_an_abort_leaves_the_requests_of_other_clients_alone(
     url: str, model_dir: ModelDir, request: pytest.FixtureRequest
 ):
@@ -332,6 +333,8 @@ def posted(url: str, body: dict[str, Any]) -> Any:
         return json.loads(answer.read())["meta_info"]
 
 
+@pytest.mark.slow
+@pytest.mark.sglang
 def test_the_likeliest_tokens_of_prompt_and_answer_are_those_that_sglang_lists(
     served: str, sglang: str, model_dir: ModelDir
 ):

@@ -44,9 +44,10 @@ def here(logs: Path, _: pytest.FixtureRequest) -> Any:
 
 ADAPTERS: dict[str, Callable[[Path, pytest.FixtureRequest], Any]] = {"local": here, "ray": on_ray}
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs ray: pip install 'slimectl[ray]'")
+ON_RAY = pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow, needs_ray])
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=needs_ray)])
+@pytest.fixture(scope="module", params=["local", ON_RAY])
 def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "3")
@@ -111,6 +112,7 @@ def test_a_map_pulls_no_further_than_it_must(executor: Any, workers: int):
     results.close()
 
 
+@pytest.mark.slow
 def test_an_overrun_limit_is_the_result_of_its_item_alone(executor: Any):
     for hangs, limits, message in (
         (hangs_on_three, {"timeout_s": 1.0, "wall_timeout_s": 1.0}, "took longer than 1 s"),
@@ -123,11 +125,13 @@ def test_an_overrun_limit_is_the_result_of_its_item_alone(executor: Any):
         assert results == [0, 1, 2, 4, 5]
 
 
+@pytest.mark.slow
 def test_neither_waiting_for_a_core_nor_preparing_the_worker_counts_as_time_of_an_item(executor: Any):
     results = executor.map(waits_for_a_core, range(3), workers=1, timeout_s=0.2, prepare=prepares_slowly)
     assert list(results) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_an_item_that_overran_is_tried_once_more_alone(executor: Any, tmp_path: Path):
     items = [(n, tmp_path) for n in range(6)]
     results = list(executor.map(spins_the_first_time, items, workers=2, timeout_s=0.3))
@@ -150,21 +154,25 @@ def two(executor: Any) -> Iterator[Any]:
     group.end()
 
 
+@pytest.mark.slow
 def test_ranks_take_the_threads_of_the_driver_s_variable(two: Any):
     two.send("threads", None)
     assert list(two.answers()) == [3]
 
 
+@pytest.mark.slow
 def test_ranks_share_a_process_group(two: Any):
     two.send("sum", None)
     assert list(two.answers()) == [10 + 11]
 
 
+@pytest.mark.slow
 def test_the_parts_of_rank_0_come_before_its_result(two: Any):
     two.send("parts", 3)
     assert list(two.answers()) == [0, 1, 2, 10]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_raises_here_and_the_group_goes_on(two: Any):
     two.send("fail", 1)
     with pytest.raises(ZeroDivisionError, match="rank 1") as caught:
@@ -175,6 +183,7 @@ def test_a_rank_that_fails_raises_here_and_the_group_goes_on(two: Any):
     assert list(two.answers()) == [21]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_with_its_last_words_and_ends_the_group(two: Any):
     """The last test of this group."""
     two.send("die", 1)

@@ -34,11 +34,14 @@ from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.protocols import NamedTensors, Policy
 from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.types import Completion, SamplingParams, TrainingSample
+
+pytestmark = pytest.mark.slow
 
 PROMPT = list(b"once upon a time")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -49,7 +52,7 @@ ModelDir = Callable[..., Path]
 
 
 def alone(folder: Path) -> Policy:
-    return FsdpPolicy(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=0.02))
+    return FsdpPolicy(folder, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=0.02)))
 
 
 class Held:
@@ -78,16 +81,15 @@ def policy(request: pytest.FixtureRequest, model_dir: ModelDir) -> Iterator[Poli
     executor.close()
 
 
-@pytest.fixture(params=["served", "sglang", "vllm"])
+@pytest.fixture(params=serving.SERVERS)
 def url(request: pytest.FixtureRequest) -> str:
     return str(request.getfixturevalue(request.param))
 
 
 KINDS = ["disk", "delta", "tensor", "distributed"]
-SERVERS = ("served", "sglang", "vllm")
 PAIRS = [
-    (("one process", "two ranks")[(i + j) % 2], server, kind)
-    for i, server in enumerate(SERVERS) for j, kind in enumerate(KINDS)
+    pytest.param(("one process", "two ranks")[(i + j) % 2], *server.values, kind, marks=server.marks)
+    for i, server in enumerate(serving.SERVERS) for j, kind in enumerate(KINDS)
 ]  # fmt: skip
 """Every transport to every server, and each of both from one process and from two ranks."""
 pushes = pytest.mark.parametrize(("policy", "url", "kind"), PAIRS, indirect=["policy", "url"])
@@ -196,6 +198,7 @@ def test_a_function_of_the_users_sees_what_was_written_before_engines_read_it(
     assert (tmp_path / "pushed.log").read_text().splitlines() == [f"{name} True [1]" for name in names]
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_engines_get_the_same_weights(
     kind: str, policy: Policy, served: str, sglang: str, make: Make, model_dir: ModelDir
@@ -304,6 +307,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name_until_whole_ones_come(
     assert answer.weight_versions == ["21"]
 
 
+@pytest.mark.sglang
 def test_sglang_refuses_a_misshapen_broadcast_and_takes_the_next(sglang: str, make: Make, model_dir: ModelDir):
     whole = list(HFCheckpoint().read(model_dir()))
     policy = Held(misshapen(whole), "31")
@@ -372,7 +376,7 @@ ADAPTER = LoraOptions(rank=4, alpha=8.0, targets=("q_proj", "o_proj", "up_proj")
 
 
 def adapted(folder: Path, options: LoraOptions = ADAPTER) -> FsdpPolicy:
-    return FsdpPolicy(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=0.02), lora=options)
+    return FsdpPolicy(folder, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=0.02), lora=options))
 
 
 def test_an_adapter_alone_gives_every_bit_of_merged_weights(url: str, model_dir: ModelDir, tmp_path: Path):

@@ -23,10 +23,12 @@ from slimectl.stages.score import attach_log_probs
 from slimectl.stages.train import train
 from slimectl.types import Sample, Status, StepReport, TrainingSample
 
+pytestmark = pytest.mark.slow
+
 ModelDir = Callable[..., Path]
 
 
-@pytest.fixture(params=["served", "sglang", "vllm"])
+@pytest.fixture(params=serving.SERVERS)
 def url(request: pytest.FixtureRequest, model_dir: ModelDir) -> str:
     """A server with the weights of the small model."""
     found: str = request.getfixturevalue(request.param)

@@ -247,9 +247,10 @@ def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(
-    params=[Jsonl, Tensorboard, Stdout, Wandb, Swanlab, Mlflow, Trackio], ids=lambda kind: kind.__name__.lower()
-)
+PLACES = [Jsonl, Tensorboard, Stdout, Wandb, Swanlab, Mlflow, Trackio]
+
+
+@pytest.fixture(params=PLACES, ids=lambda kind: kind.__name__.lower())
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jsonl:
     monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
     if request.param is Trackio:
@@ -265,6 +266,12 @@ def approximately(seen: Seen) -> dict[str, list]:
     return {name: [(step, pytest.approx(value, rel=1e-3)) for step, value in points] for name, points in seen.items()}
 
 
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(kind, marks=pytest.mark.slow if kind is Mlflow else ()) for kind in PLACES],
+    indirect=True,
+    ids=lambda kind: kind.__name__.lower(),
+)
 def test_every_number_is_found_under_its_name_and_step(place: Jsonl):
     tracker = place.open()
     for step, metrics in TRACKED.items():
@@ -310,6 +317,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", BUFFERED, indirect=True, ids=lambda kind: kind.__name__.lower())
 def test_a_killed_run_has_every_point_once_when_it_goes_on(place: Any, tmp_path: Path):
     """The checkpoint was saved at step 1; step 2 is known to be written, step 3 may be lost."""

@@ -109,6 +109,7 @@ def written(finished: Workshop) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_metric_that_a_run_writes_is_in_the_catalogue(written: dict[str, set[str]]):
     names = set[str]().union(*written.values())
     assert sorted(name for name in names if not known(name)) == []

@@ -22,6 +22,8 @@ from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
 from slimectl.types import Completion, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 RESTARTS = 2
 """As many as the tests need before the last, which has none left."""
 PROMPTS = [[*b"once upon a time", 65 + i] for i in range(12)]

@@ -14,6 +14,8 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.types import Completion, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 TEXTS = (
     "Gravity is",
     "Question: I have seven apples and eat two of them. How many are left?\nAnswer:",

@@ -31,6 +31,7 @@ def documented_commands() -> Iterator[list[str]]:
             yield shlex.split(line.partition(" > ")[0].replace("…", ""))[1:]
 
 
+@pytest.mark.slow
 def test_the_commands_are_complete_but_for_model_and_data(workshop: Workshop):
     (workshop.folder / "questions.jsonl").write_text((workshop.folder / "prompts.jsonl").read_text())
     commands = list(documented_commands())

@@ -19,6 +19,8 @@ from slimectl.agents.environments.episode import EnvironmentHost
 from slimectl.errors import SlimectlError
 from slimectl.types import Sample, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 SERVERS = Path(__file__).parent / "servers"
 
 

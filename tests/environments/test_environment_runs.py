@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from workshop import Workshop
 
+pytestmark = pytest.mark.slow
+
 GAMES = Path(__file__).parent / "games.py"
 PLAY = ["--env", "python:games.py:Guess", "--data", "env@[:8]", "-s", "score.custom_rm_path=none"]
 PLAY += ["-s", "rollout.env_turn_tokens=3", "-s", "rollout.env_max_turns=3", "-s", "rollout.max_response_len=200"]

@@ -135,6 +135,7 @@ def living(pids: Iterable[int]) -> list[psutil.Process]:
     return processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("deed", "message"),
     [
@@ -175,6 +176,7 @@ def test_the_end_of_an_output_is_all_that_was_written_by_now():
         os.close(writing)
 
 
+@pytest.mark.slow
 def test_a_host_ends_with_its_process_and_leaves_no_files(play: Play, tmp_path: Path):
     lines = f"""
     import sys, os, signal

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 
+import pytest
+
 from slimectl.executors.local import LocalExecutor
 
 
@@ -33,6 +35,7 @@ def test_results_are_in_order_with_and_without_workers():
     executor.close()
 
 
+@pytest.mark.slow
 def test_an_overrun_limit_and_an_exception_are_results_of_their_items_alone():
     executor = LocalExecutor()
     results = list(executor.map(hangs_on_three, range(5), workers=2, timeout_s=1.0))

@@ -24,6 +24,8 @@ from slimectl.planner.placement import Placement
 from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.types import TrainingSample
 
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
 ray = pytest.importorskip("ray")
 
 from machines import is_gone  # noqa: E402

@@ -24,6 +24,8 @@ from ray_cases import Engine, http_server, nothing, tell_where
 from slimectl.engines.supervisor.node_group import NodeGroup
 from slimectl.executors.ray import RayExecutor
 
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
 
 @pytest.fixture(scope="module", autouse=True)
 def joined(shared_cluster: Any) -> Iterator[None]:

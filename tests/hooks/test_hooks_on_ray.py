@@ -100,6 +100,8 @@ def executed(folder: Path, model: Path, *assignments: str) -> Ran:
     return Ran(folder)
 
 
+@pytest.mark.slow
+@pytest.mark.ray
 @pytest.mark.parametrize(("hooks", "options"), OPTIONS, ids=["in a round", "for a round", "of Megatron", "of servers"])
 def test_hooks_act_on_a_cluster_as_here(
     hooks: dict[str, str],

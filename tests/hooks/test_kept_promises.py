@@ -16,6 +16,8 @@ from slimectl.runtime.run import TrainingRun
 from slimectl.settings.layers import from_assignments, from_file
 from slimectl.settings.loading import resolve
 
+pytestmark = pytest.mark.slow
+
 OWN = """
 import json, random
 from pathlib import Path

@@ -26,6 +26,8 @@ from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.protocols import NamedTensors
 from slimectl.runtime.profiling import RoundProfiler
 
+pytestmark = pytest.mark.slow
+
 ModelDir = Callable[..., Path]
 ROUNDED = OptimizerOptions(lr=1e-3, state_dtype="bfloat16")
 """Moments in bfloat16, whose noise is that of one rank."""

@@ -122,6 +122,7 @@ def test_both_sides_of_a_debate_are_samples_that_read_each_other():
     assert other.response.endswith("fine, yes")
 
 
+@pytest.mark.slow
 def test_agents_train_in_a_run(workshop: Workshop):
     """A whole run of two-sided debates: fan-outs are one rollout, and what is read is not trained on."""
     path = "slimectl.recipes.agents.debate:generate"

@@ -67,6 +67,7 @@ def slimectl(workshop: Workshop, installed: Path, *arguments: str) -> str:
     return stdout.decode()
 
 
+@pytest.mark.slow
 def test_samples_are_scored_by_the_verifier_of_a_package(workshop: Workshop, installed: Path):
     samples = [{"prompt": "?", "response": text, "label": "no", "tokens": [1], "response_length": 1}
                for text in ("None", "no", "yes")]  # fmt: skip
@@ -78,6 +79,7 @@ def test_samples_are_scored_by_the_verifier_of_a_package(workshop: Workshop, ins
     assert scored[2]["metadata"]["explanation"]["why"] == "does not begin with the label"
 
 
+@pytest.mark.slow
 def test_a_run_has_all_parts_from_a_package(workshop: Workshop, installed: Path):
     chosen = {"engine.backend": "echo", "echo.tokens": "2", "train.backend": "norm_only", "cluster.executor": "noted",
               "track.with": "['csv']", "csv.delimiter": "none", "run.num_rollout": "2"}  # fmt: skip

@@ -32,6 +32,7 @@ def executor() -> Iterator[LocalExecutor]:
     made.close()
 
 
+@pytest.mark.slow
 def test_no_hostile_response_raises_or_overruns(executor: LocalExecutor):
     pairs = [
         *((f"\\boxed{{{text}}}", label) for text in EXPLOSIVE for label in (LABELS[0], text)),
@@ -51,7 +52,14 @@ def test_every_verifier_is_tried():
     assert set(known_types()) - tried_ones <= elsewhere
 
 
-@pytest.mark.parametrize("name", [name for name in TRIALS if not name.startswith("boxed_")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "reasoning_gym" else ())
+        for name in TRIALS
+        if not name.startswith("boxed_")
+    ],
+)
 @settings(max_examples=40, deadline=None)
 @given(
     text=st.text(st.characters(codec=None), max_size=80), around=st.sampled_from(["{}", "\\boxed{{{}}}", "Answer: {}"])
@@ -62,6 +70,7 @@ def test_no_text_at_all_raises(name: str, text: str, around: str):
     TRIALS[name](around.format(text), "5")
 
 
+@pytest.mark.slow
 def test_no_hostile_response_or_reply_breaks_the_judge():
     given = {"rm_type": "judge", "explain": True, "concurrency": 16}
     pairs = [*responses(COUNT, seed=4), *((f"Score: {text}", "5") for text in EXPLOSIVE)]

@@ -243,6 +243,7 @@ def test_long_texts_take_time_in_proportion(text):
         assert time.process_time() - started < 2.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rm_type", "cases"), [("ifeval", IFEVAL), ("ifbench", IFBENCH)])
 def test_no_hostile_response_raises(rm_type, cases):
     names, given = [case[0] for case in cases], [case[1] for case in cases]

@@ -194,6 +194,7 @@ def served(model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
         server.stop()
 
 
+@pytest.mark.slow
 def test_slimectl_serve_is_a_judge(served: str):
     settings = Settings.model_validate(
         {"score": {"rm_type": "judge", "rm_url": f"{served}/v1", "explain": True,

@@ -123,6 +123,7 @@ NOT_FINITE = ["nan", "NaN", "-nan", "+nan", "nan, 1", "NaN ± 1", "(nan, nan)", 
               "inf", "-inf", "Infinity", "$\\infty$", "∞", "[[nan]]", "nan/1", "inf - inf"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_no_number_that_is_none_earns_anything_in_any_task():
     from reasoning_gym.factory import DATASETS
 

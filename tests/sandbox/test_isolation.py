@@ -136,6 +136,7 @@ def test_no_call_leads_around_the_filter():
     assert run(program)[0].stdout == "-1 1\n" * 4
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_a_fork_bomb_is_bounded_and_leaves_nothing_behind():
     program = "import os\nwhile True:\n    try: os.fork()\n    except BlockingIOError: pass\n"
@@ -147,6 +148,7 @@ def test_a_fork_bomb_is_bounded_and_leaves_nothing_behind():
     assert run(counted, processes=8)[0] == Outcome("ended", "7\n")
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_nobody_outlives_the_limit(tmp_path: Path):
     mark = f"slimectl-{os.getpid()}"
@@ -202,6 +204,7 @@ def test_memory_output_disk_and_cpu_are_limited():
     assert run("import os\nfor i in range(9999): open(str(i), 'w').close()")[0].error.startswith("OSError: [Errno 28]")
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_one_hanging_test_does_not_cost_the_others_and_all_together_keep_the_time():
     program = "x = input()\nwhile x == 'stuck': pass\nprint(x)"
@@ -221,6 +224,7 @@ def test_the_interpreter_is_left_where_the_files_of_a_case_are_removed(tmp_path:
     assert left == {"work", "work/venv", "work/venv/bin", "work/venv/bin/file"}
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_time_is_that_of_the_processor_with_the_clock_far_behind():
     waits = "import time\ntime.sleep(0.6)\nprint('done')"  # as on a machine that is busy with something else

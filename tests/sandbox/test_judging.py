@@ -135,6 +135,7 @@ def test_a_natural_test_passes_and_its_opposite_fails(program, test):
     assert (failed.status, failed.error) == ("failed", "AssertionError: the end")
 
 
+@pytest.mark.slow
 def test_no_program_claims_a_verdict():
     for program in DISHONEST:
         # One that breaks off the talk with its test ends at its limit, whatever that is.

@@ -89,6 +89,7 @@ def test_the_program_has_no_capability_and_no_socket_that_connects(user: int, tm
     assert outcome == Outcome("ended", "[0, 0, 0, 0, 0, 0] 1 True []\n")
 
 
+@pytest.mark.slow
 @needs_landlock
 @pytest.mark.parametrize("user", users())
 def test_processes_are_bounded_and_none_is_left(user: int):

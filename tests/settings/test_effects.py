@@ -105,17 +105,20 @@ def test_every_setting_has_a_row():
     assert sorted(fields - {"name"}) == sorted(ALGORITHM_ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.observation])
 def test_a_setting_changes_what_is_observed(place: Workplace, key: str):
     row = ROWS[key]
     check(place, key, row, STEPS if "num_steps_per_rollout" not in key and row.observation is not None else {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", DATASET_ROWS)
 def test_a_setting_of_a_dataset_changes_its_metrics(place: Workplace, key: str):
     check(place, "eval.data", DATASET_ROWS[key], {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_setting_of_an_algorithm_changes_what_is_learnt_or_is_refused(place: Workplace, name: str):
     algorithm, idle = ALGORITHMS[name], []

@@ -69,6 +69,7 @@ def test_representatives_have_a_neighbour_of_the_first_rank_in_every_kind_of_gro
     assert representatives(Run(64, layout)) == [0, 1, 2, 4, 16, 63]
 
 
+@pytest.mark.slow
 def test_a_plan_of_fsdp_is_confirmed_by_its_program_and_faults_of_one_rank_are_found(monkeypatch: pytest.MonkeyPatch):
     clean: list[dict[str, Any]] = []
     monkeypatch.setattr(report, "_simulated", lambda task: clean.append(forked(task)) or clean[-1])
@@ -92,6 +93,7 @@ def test_a_plan_of_fsdp_is_confirmed_by_its_program_and_faults_of_one_rank_are_f
     assert any("moved, forward_backward: cuda to cpu" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_step_waits_for_the_gpu_as_often_however_many_rows_and_tokens_it_has():
     one_short, four_long = (
         forked(tasks_of(run_of(world=2, seq_len=seq_len, max_tokens_per_gpu=pack))[0])["reads"]
@@ -101,6 +103,7 @@ def test_a_step_waits_for_the_gpu_as_often_however_many_rows_and_tokens_it_has()
     assert 0 < sum(one_short.values()) < 10  # of two packs, and of their log-probabilities before the step
 
 
+@pytest.mark.slow
 def test_megatrons_ranks_agree_and_leave_nothing_on_the_host():
     pytest.importorskip("megatron.core")
     run = run_of(world=8, policy="megatron", layout=ParallelLayout(tensor=2, pipeline=2))

@@ -115,6 +115,7 @@ def test_a_reward_that_always_fails_passes_no_check_of_its_results(executor: Loc
     assert found["errors"].startswith("FAIL  errors       6 samples, the first is sample 0: ZeroDivisionError")
 
 
+@pytest.mark.slow
 def test_a_slow_sample_and_one_that_hangs(executor: LocalExecutor):
     for reward, cpu_s, clock_s in ((slow, 5.0, 0.3), (stuck, 0.3, 9.0)):
         found = findings(executor, reward, timeout_s=cpu_s, wall_timeout_s=clock_s)

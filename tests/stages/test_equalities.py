@@ -6,7 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from workshop import Workshop
+
+pytestmark = pytest.mark.slow
 
 
 def without_eval(lines: list[dict]) -> list[dict]:

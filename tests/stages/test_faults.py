@@ -17,6 +17,8 @@ from forkserver import ForkedProcess
 from machines import processes
 from workshop import Workshop, alike, set_up
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = ["-s", "run.num_rollout=4", "-s", "rollout.max_response_len=20", "-s", "rollout.ignore_eos=true"]
 """Short answers: in 10 000 sampled tokens, one may flip by the rounding of another batch, and every metric with it."""
 
@@ -158,6 +160,7 @@ def test_restarts_are_bounded(workshop: Workshop):
     assert "all 0 restarts have been used (engine.max_restarts)" in last
 
 
+@pytest.mark.ray
 def test_a_lost_machine_is_survived(workshop: Workshop, ray_machines: Any, undisturbed: list[dict]):
     permit(workshop, 3)
     process = started(workshop, *ROUNDS, *TWO_RANKS, "--name", "shot-at", "--ray-address", ray_machines.address)

@@ -136,6 +136,7 @@ def test_siblings_are_compared(file, executor, workers):
     assert rewards(settings, siblings(3, 1, 2), executor) == [0.0, 1.0, 2.0, 0.0, 0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_async_functions_wait_side_by_side(file, executor):
     waiting = settings_of(f"{file}:once_eight_have_begun")  # one by one they would wait for ever
     assert rewards(waiting, siblings(40), executor) == [float(i) for i in range(40)]
@@ -228,6 +229,7 @@ def test_verifiers_grade_each_of_a_group_alone(executor):
     assert rewards(settings, samples, executor) == [0.0, 1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_group_that_hangs_costs_no_other(file, executor):
     settings = settings_of(f"{file}:hangs", group_rm=True, workers=1, timeout_s=1.0)
     samples = siblings(2, 2, 2)

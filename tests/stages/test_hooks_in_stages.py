@@ -114,6 +114,7 @@ def test_a_round_of_a_run_is_whole_whatever_fans_out(workshop: Workshop):
     assert {line["metrics"]["rollout/staleness/max"] for line in steps} == {0}
 
 
+@pytest.mark.slow
 def test_a_failing_attempt_is_reported_and_not_trained_on(workshop: Workshop):
     samples = rolled_out(with_hook(workshop, SOME_FAIL))
     failed = [sample for sample in samples if sample["status"] == "failed"]

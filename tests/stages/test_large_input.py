@@ -10,7 +10,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from workshop import Workshop
+
+pytestmark = pytest.mark.slow
 
 LINES = 1_000_000
 FIRST_SAMPLE_CPU_S = 3.0

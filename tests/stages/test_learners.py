@@ -11,6 +11,8 @@ import pytest
 from safetensors.torch import load_file
 from workshop import Workshop, set_up
 
+pytestmark = pytest.mark.slow
+
 ModelDir = Callable[..., Path]
 FILE = ["-c", "slimectl.toml"]
 STEADY = ["-s", "train.lr_decay_style=constant", "-s", "eval.interval=none", "-s", "eval.before_train=false"]

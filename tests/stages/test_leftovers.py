@@ -23,6 +23,7 @@ def steps(workshop: Workshop, name: str) -> list[dict]:
     return [line for line in workshop.metrics(name) if "train/step" in line["metrics"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chosen",
     [

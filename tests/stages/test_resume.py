@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from workshop import REWARD, Workshop, killed, set_up
 
+pytestmark = pytest.mark.slow
+
 KILLS_AT_BYTES = (0, 1, 900, 2000, 3500, 5000)
 """Sizes of metrics.jsonl at which the run is killed: before the first line, and somewhere in each later round."""
 

@@ -35,6 +35,7 @@ def experts(model_dir: ModelDir, tmp_path: Path) -> Workshop:
     return workshops.set_up(tmp_path, model_dir("qwen3_moe"))
 
 
+@pytest.mark.slow
 def test_experts_travel_through_files_to_the_trainer_which_uses_them(experts: Workshop):
     experts.slimectl("rollout", *FILE, *REPLAY, "-o", "samples.jsonl")
     experts.slimectl("score", "samples.jsonl", *FILE, "-o", "scored.jsonl")

@@ -8,9 +8,12 @@ import re
 import time
 from pathlib import Path
 
+import pytest
 from workshop import Workshop
 
 from slimectl.data.ownership import files_below, own_run_files
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_users_folder_with_a_run_toml_is_not_touched(workshop: Workshop):

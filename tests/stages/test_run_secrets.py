@@ -11,6 +11,8 @@ from aiohttp import web
 from rewards.graders import grading
 from workshop import Workshop
 
+pytestmark = pytest.mark.slow
+
 WORD = "hunter2-of-a-run"
 RUN = ("run", "-c", "slimectl.toml", "-s", "score.custom_rm_path=none", "-s", "score.rm_type=remote_rm")
 RUN += ("-s", "score.explain=true", "-s", "run.num_rollout=1", "-s", "eval.data={}", "-s", "eval.interval=none")

@@ -16,6 +16,8 @@ from workshop import Workshop, alike, set_up
 
 from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
 
+pytestmark = pytest.mark.slow
+
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -49,6 +51,7 @@ def beside_the_trainer(tmp_path_factory: pytest.TempPathFactory, model_dir: Call
     return workshop
 
 
+@pytest.mark.ray
 def test_local_equals_ray_to_the_last_digit(
     workshop: Workshop, beside_the_trainer: Workshop, monkeypatch: pytest.MonkeyPatch
 ):
@@ -108,6 +111,8 @@ def assert_engine_follows_three_rounds(workshop: Workshop) -> None:
     assert nothing_is_left(workshop)
 
 
+@pytest.mark.sglang
+@pytest.mark.ray
 def test_three_rounds_on_ray_with_the_real_sglang(workshop: Workshop, shared_cluster: Any):
     """Over the transport that needs most of a place: the process group of a Ray actor and a server."""
     serving.python_of("sglang")
@@ -117,6 +122,7 @@ def test_three_rounds_on_ray_with_the_real_sglang(workshop: Workshop, shared_clu
     assert_engine_follows_three_rounds(workshop)
 
 
+@pytest.mark.ray
 def test_a_rollout_with_one_engine_on_ray_has_the_samples_of_a_local_one(workshop: Workshop, shared_cluster: Any):
     options = ["--data", "prompts.jsonl", "--model", str(workshop.model), "-n", "2"]
     local = workshop.slimectl("rollout", *options)
@@ -129,6 +135,7 @@ def test_a_rollout_with_one_engine_on_ray_has_the_samples_of_a_local_one(worksho
     assert nothing_is_left(workshop)
 
 
+@pytest.mark.vllm
 def test_three_rounds_with_the_real_vllm(tmp_path: Path, model_dir: Callable[[str], Path]):
     serving.python_of("vllm")
     workshop = set_up(tmp_path, model_dir("llama_wide"))

@@ -105,6 +105,7 @@ def test_a_run_that_learns_nothing_says_so_every_round_and_at_its_end(workshop: 
     assert "slimectl score samples.jsonl -c runs/b/run.toml --explain" in workshop.stderr
 
 
+@pytest.mark.slow
 def test_a_run_stops_after_so_many_rounds_without_signal_and_after_a_resume_at_once(workshop: Workshop) -> None:
     stop = ("-s", "run.on_no_signal=stop", "-s", "run.no_signal_rounds=2", "-s", "run.save_interval=none")
     workshop.slimectl("run", *NOTHING, *stop, "--name", "b", code=1)
@@ -122,6 +123,7 @@ def test_a_run_stops_after_so_many_rounds_without_signal_and_after_a_resume_at_o
     assert "no learning signal in 3 rounds in a row" in workshop.stderr
 
 
+@pytest.mark.slow
 def test_a_training_that_learns_nothing_says_so_and_stops_where_asked(workshop: Workshop) -> None:
     toml = ("-c", "slimectl.toml")
     workshop.slimectl("rollout", *toml, "-o", "s.jsonl")

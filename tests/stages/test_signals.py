@@ -15,6 +15,8 @@ import pytest
 from forkserver import ForkedProcess
 from workshop import Workshop, set_up
 
+pytestmark = pytest.mark.slow
+
 WAITS = '''
 import os, time
 

@@ -21,6 +21,7 @@ def settings_of(**changes: Any) -> Settings:
     return Settings.model_validate({"algorithm": {"name": "grpo"}, **changes})
 
 
+@pytest.mark.slow
 def test_rollout_score_and_train_agree_on_it_or_name_both(workshop: Workshop):
     model, reward = ["--model", str(workshop.model)], ["--custom-rm-path", "reward.py:reward"]
     cool = ["-s", "rollout.temperature=0.5"]

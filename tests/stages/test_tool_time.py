@@ -17,6 +17,8 @@ from slimectl.stages.rollout import rollout
 from slimectl.stages.tool_timeout import BlockedLoopWatchdog, ToolTimeout
 from slimectl.types import Completion, Prompt, Sample, SamplingParams, Status
 
+pytestmark = pytest.mark.slow
+
 
 class Thinking(Echo):
     """Takes longer for an answer than tools may."""

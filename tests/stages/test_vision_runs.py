@@ -9,6 +9,8 @@ import pytest
 from vision_models import CONFIGS, image_file, vision_model
 from workshop import Workshop, killed, set_up
 
+pytestmark = pytest.mark.slow
+
 TRAINED = ("-s", "train.freeze_vision_tower=false", "-s", "run.num_rollout=2")
 
 

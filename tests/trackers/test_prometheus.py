@@ -53,6 +53,7 @@ def test_the_endpoint_has_the_last_value_of_every_metric_and_closes_with_the_run
         scraped(endpoint.port)
 
 
+@pytest.mark.slow
 def test_the_endpoint_is_not_reached_from_other_machines_unless_asked_for(tmp_path: Path):
     for host, address in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "0.0.0.0")):
         [tracker] = builders.start_trackers(settings(f"track.prometheus_host={host}"), tmp_path)

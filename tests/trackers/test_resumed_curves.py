@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from workshop import Workshop
 
+pytestmark = pytest.mark.slow
+
 TRACKED = ("-s", "track.with=['tensorboard', 'jsonl']", "-s", "run.num_rollout=5", "-s", "run.save_interval=2")
 STEPS = ("-s", "train.num_steps_per_rollout=2")
 TIMES = ("perf/", "time/", "system/", "generation_time", "samples_per_second")

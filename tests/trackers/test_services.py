@@ -270,6 +270,7 @@ def test_a_run_that_lacks_a_library_is_refused_before_it_has_a_folder(monkeypatc
         builders.check_trackers(settings("track.with=['stdout', 'wandb']"))
 
 
+@pytest.mark.slow
 def test_a_killed_run_and_its_resume_are_one_curve_under_both_namings(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ):

@@ -86,7 +86,7 @@ def one() -> int:
     return 1
 
 
-@pytest.fixture(params=["local", pytest.param("ray", marks=needs_ray)])
+@pytest.fixture(params=["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow, needs_ray])])
 def executor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     if request.param == "local":
         executor: Any = LocalExecutor(logs=tmp_path / "logs")
@@ -98,6 +98,7 @@ def executor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     executor.close()
 
 
+@pytest.mark.slow
 def test_ranks_and_driver_write_into_one_run(
     executor: Any, server: ThreadingHTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -141,6 +142,7 @@ def test_other_modes_have_ranks_of_their_own(tmp_path: Path):
     assert builders.tracked_executor(executor, offline, tmp_path) is executor
 
 
+@pytest.mark.slow
 def test_a_shared_run_offline_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     builders.check_trackers(settings())

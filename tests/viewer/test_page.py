@@ -26,7 +26,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 expect = sync_api.expect  # waits until the page is as expected: it draws after answers of the server
 expect.set_options(timeout=10_000)
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium on the PATH")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium on the PATH")]
 
 AGENT = '''
 import copy

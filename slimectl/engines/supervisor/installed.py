@@ -39,10 +39,7 @@ class InstalledServer:
     owned: Mapping[str, str]
     help_command: str
     on_gpu: str
-    """pip requirement on a machine with a GPU.
-
-    Without a GPU, requirements-cpu.txt next to the launch module is used.
-    """
+    """pip requirement on a machine with a GPU."""
 
     def interpreter(self, python: str | None) -> str:
         """Return the Python that runs it: `python`, else this one. Raises BackendError without a supported version."""
@@ -112,12 +109,12 @@ class InstalledServer:
 
         if torch.cuda.is_available():
             return f"{python or sys.executable} -m pip install '{self.on_gpu}'"
-        packages = f"--no-deps -r {self.script.parent.parent / 'requirements-cpu.txt'}"
+        packages = f"--no-deps -r tests/support/cpu/requirements-{self.section}.txt"
         if python is not None:
-            return f"{python} -m pip install {packages}"
+            return f"{python} -m pip install {packages} in a clone of slimectl"
         folder = f".venv-{self.section}"
         return (
-            f"python3 -m venv {folder} && {folder}/bin/pip install {packages}, then set "
+            f"python3 -m venv {folder} && {folder}/bin/pip install {packages} in a clone of slimectl, then set "
             f"{self.section}.python={folder}/bin/python"
         )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from slimectl.architectures.config import Architecture
 from slimectl.architectures.parallel import ParallelLayout, problems
 from slimectl.errors import BackendError, CheckpointError, SettingsError
-from slimectl.policies.megatron import cpu_patches
 from slimectl.policies.megatron.batch import MicroBatch
 from slimectl.policies.token_batch import merge_metrics, read_metrics
 from slimectl.types import Metrics
@@ -50,19 +49,23 @@ def start(layout: ParallelLayout, seed: int) -> None:
         return
     if _active_layout is not None:
         raise BackendError(f"this process already runs {_active_layout}. All models of a process share one layout.")
+    if not torch.cuda.is_available() and "megatron_on_cpu" not in sys.modules:
+        raise BackendError(
+            'train.backend = "megatron": there is no GPU. To try Megatron-core on a CPU, run in a clone of slimectl:'
+            " pip install ./tests/support/cpu"
+        )
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         _created_world = True
-    with cpu_patches.shared_groups() if cpu_patches.needed() else nullcontext():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tensor,
-            pipeline_model_parallel_size=layout.pipeline,
-            virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
-            context_parallel_size=layout.context,
-            expert_model_parallel_size=layout.expert,
-            expert_tensor_parallel_size=layout.expert_tensor,
-        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     _active_layout = layout
 

@@ -105,11 +105,11 @@ _QUIET_LATER = (
 
 
 def prepare() -> None:
-    """Import megatron.core and patch it where this machine needs that.
+    """Import megatron.core and patch it.
 
     Raises MissingExtraError if megatron-core or psutil is missing, BackendError for an unsupported version.
     """
-    version = _version()
+    _check_version()
     with warnings.catch_warnings():
         for message in _QUIET:
             warnings.filterwarnings("ignore", message=message)
@@ -117,15 +117,10 @@ def prepare() -> None:
             importlib.import_module(f"megatron.core.{part}")
     for message in _QUIET_LATER:
         warnings.filterwarnings("ignore", message=message)
-    from slimectl.policies.megatron import cpu_patches
-
     install()
-    if cpu_patches.needed():
-        cpu_patches.install(version)
 
 
-def _version() -> str:
-    """Return the installed version of megatron-core."""
+def _check_version() -> None:
     for module, package in (("megatron", "megatron-core"), ("psutil", "psutil")):
         # Without psutil saving a checkpoint hangs (megatron-core 0.16.1).
         if importlib.util.find_spec(module) is None:
@@ -137,4 +132,3 @@ def _version() -> str:
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if not OLDEST <= numbers < NEWER:
         raise BackendError(f"megatron-core {version} is not supported. Run: pip install 'megatron-core>=0.16.1,<0.20'")
-    return version

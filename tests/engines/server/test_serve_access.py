@@ -179,6 +179,7 @@ def test_a_pause_that_is_short_ends_nothing(impatient: Any, ask: Callable[..., A
     impatient.run(scene)
 
 
+@pytest.mark.slow
 def test_a_client_of_ours_waits_for_a_paused_server(impatient: Any, model_dir: Callable[[str], Path]) -> None:
     """The server says 503 again and again; that is no silence, whatever connect_timeout_s says."""
     from serving import client

@@ -198,6 +198,7 @@ def test_512_requests_at_once(server: Any, ask: Callable[..., Any]) -> None:
     assert answers[0][1]["output_ids"] == answers[60][1]["output_ids"]
 
 
+@pytest.mark.slow
 def test_health_is_told_while_long_prompts_are_computed_and_many_decoded(
     serving: Callable[..., Any], model_dir: Callable[[str], Path], ask: Callable[..., Any]
 ) -> None:

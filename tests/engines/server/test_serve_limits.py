@@ -21,6 +21,8 @@ import pytest
 from slimectl.engines.server import connections, schema
 from slimectl.engines.server.errors import Notices
 
+pytestmark = pytest.mark.slow
+
 KEY = "key-of-this-test"
 HEAD = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 ASK = {"input_ids": list(b"once"), "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}

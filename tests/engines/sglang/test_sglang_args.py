@@ -13,6 +13,8 @@ from slimectl.engines.sglang.topology import ServerSpec
 from slimectl.engines.supervisor.server_process import ServerOptions
 from slimectl.errors import BackendError, SettingsError
 
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
 
 @pytest.fixture(scope="module")
 def python() -> str:

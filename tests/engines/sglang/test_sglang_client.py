@@ -230,6 +230,7 @@ def test_an_answer_that_takes_too_long_is_given_up():
         asked_of(answer, request_timeout_s=0.6)
 
 
+@pytest.mark.slow
 def test_an_address_where_nobody_answers_is_named_with_what_was_tried():
     nowhere = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     engine = bare(nowhere, connect_timeout_s=0.5)
@@ -241,6 +242,7 @@ def test_an_address_where_nobody_answers_is_named_with_what_was_tried():
     asyncio.run(engine.close())
 
 
+@pytest.mark.slow
 def test_another_model_behind_the_address_is_noticed(url: str):
     engine = bare(url)
     engine.check_model({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "unknown_to_it": 3})

@@ -22,6 +22,8 @@ from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
 from slimectl.system.http import get
 from slimectl.types import Completion
 
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
 
 class Disaggregated:
     """A server that prefills and one that decodes, in a pool behind the router; the first push brings weights."""

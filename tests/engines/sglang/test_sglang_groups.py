@@ -48,6 +48,8 @@ def test_prefill_stands_apart_from_decode():
     assert specs[2] == ServerSpec("decode-0", MODEL, gpus=4, tensor_parallel=4, role="decode")
 
 
+@pytest.mark.slow
+@pytest.mark.sglang
 def test_a_role_becomes_flags_of_the_server(tmp_path: Path, model_dir: Callable[[], Path]):
     def command(i: int, device: str, **args: Any) -> set[str]:
         spec = made(num_engines=2, prefill_num_servers=1)[i]
@@ -68,6 +70,8 @@ def test_an_engine_of_sixteen_gpus_spans_two_machines_of_eight():
     assert [(part.name, part.node) for part in specs[0].parts()] == [("big-0", 0), ("big-0-node-1", 1)]
 
 
+@pytest.mark.slow
+@pytest.mark.sglang
 def test_a_machine_of_an_engine_becomes_flags(tmp_path: Path, model_dir: Callable[[], Path]):
     part = made(num_engines=1, gpus_per_engine=2, gpus_per_node=1)[0].parts()[1]
     assert {"--nnodes=2", "--node-rank=1", "--tp-size=2"} <= flags(replace(part, model=model_dir()), tmp_path)

@@ -18,6 +18,8 @@ from slimectl.engines.sglang.topology import groups_of
 from slimectl.engines.supervisor.node_group import NodeGroup
 from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
 
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
 
 class TwoMachines:
     """One server over two processes in a pool; the first push brings its weights."""

@@ -32,6 +32,8 @@ from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.rollout import rollout
 from slimectl.types import Completion, Prompt, Sample, SamplingParams
 
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
 PROMPT = list(b"once upon a time")
 ModelDir = Callable[..., Path]
 

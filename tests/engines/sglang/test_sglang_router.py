@@ -21,6 +21,8 @@ from slimectl.errors import BackendError
 from slimectl.system.http import get
 from slimectl.types import Completion, SamplingParams
 
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
 PROMPTS = [[*b"once upon a time", 65 + i] for i in range(12)]
 LONGEST = 230
 """Tokens of an answer that fills the context of 256."""

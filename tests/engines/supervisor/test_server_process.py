@@ -112,6 +112,7 @@ def test_a_server_that_dies_at_its_start_says_why_in_one_line(tmp_path: Path, be
     assert not made.alive()
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_is_ended_after_its_time(tmp_path: Path):
     made = server(tmp_path, "time.sleep(1000)", start_timeout_s=1.0)
     with pytest.raises(BackendError, match="small server did not respond within 1 s"):
@@ -145,6 +146,7 @@ def test_stop_ends_a_start_that_is_under_way(tmp_path: Path):
     assert gone(made.pid())
 
 
+@pytest.mark.slow
 def test_servers_started_from_a_thread_outlive_it_and_leave_with_the_process(tmp_path: Path):
     """A server started by a short-lived thread stays; kill -9 of the process takes it along."""
     script = tmp_path / "parent.py"

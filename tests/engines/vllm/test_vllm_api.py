@@ -227,5 +227,6 @@ def test_without_a_python_of_its_own_the_remedy_leaves_this_one_as_it_is(monkeyp
     monkeypatch.setattr(installed, "installed_version", lambda *_, **__: None)
     with pytest.raises(BackendError) as refused:
         launch.VLLM.interpreter(None)
-    commands = r"python3 -m venv \.venv-vllm && \.venv-vllm/bin/pip install --no-deps -r \S+/requirements-cpu\.txt"
+    packages = r"--no-deps -r tests/support/cpu/requirements-vllm\.txt in a clone of slimectl"
+    commands = rf"python3 -m venv \.venv-vllm && \.venv-vllm/bin/pip install {packages}"
     assert re.search(rf"Run: {commands}, then set vllm\.python=\.venv-vllm/bin/python$", str(refused.value))

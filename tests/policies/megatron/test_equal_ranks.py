@@ -78,11 +78,13 @@ def assert_equal(policy: Any, alone: Outcome) -> None:
         torch.testing.assert_close(tensor, alone[1][name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options"), TWO, ids=str)
 def test_two_ranks_equal_one(two: Ranks, four_layers: ModelDir, alone: Any, kind: str, options: dict[str, Any]):
     assert_equal(two.build(four_layers(kind), **options), alone(kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options"), FOUR, ids=str)
 def test_four_ranks_equal_one(four: Ranks, four_layers: ModelDir, alone: Any, kind: str, options: dict[str, Any]):
     assert_equal(four.build(four_layers(kind), **options), alone(kind))

@@ -20,9 +20,9 @@ from slimectl.checkpoints.create import create_model
 from slimectl.types import Metrics, Sample
 
 ROUNDING = 1e-6
-PLAIN: dict[str, Any] = {"max_tokens": 10_000, "share_prefixes": True, "batching": BatchingOptions()}
+PLAIN: dict[str, Any] = {"max_tokens_per_pack": 10_000, "share_prefixes": True, "batching": BatchingOptions()}
 """The whole round in one pack."""
-SMALL: dict[str, Any] = {"max_tokens": 24, "batching": BatchingOptions(balance="flops", pair_cost=0.01)}
+SMALL: dict[str, Any] = {"max_tokens_per_pack": 24, "batching": BatchingOptions(balance="flops", pair_cost=0.01)}
 MODEL: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
@@ -119,7 +119,7 @@ def test_every_case_trains(expected: Callable[[str], Metrics], case: str):
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_tokens": 24, "share_prefixes": False}, {"batching": BatchingOptions(1)}],
+    [{"max_tokens_per_pack": 24, "share_prefixes": False}, {"batching": BatchingOptions(1)}],
     ids=["small packs", "one sample each"],
 )
 @pytest.mark.parametrize("case", CASES)
@@ -131,6 +131,7 @@ def test_packs_micro_batches_and_the_order_of_samples_change_nothing(
     assert_equal(step(alone, shuffled(samples), case), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_number_of_ranks_changes_nothing(
     dealt: OverRanks, samples: list[Sample], expected: Callable[[str], Metrics], case: str
@@ -142,6 +143,7 @@ SOME = ["gspo", "ppo", "mis", "entropy and off-policy masks", "dpo", "reward_mod
 """Each asks something else of a trainer: sums over a sequence, values, masks, entropy, pairs, scores, no advantages."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SOME)
 def test_four_ranks_with_small_packs_change_nothing(
     dealt_to_four: OverRanks, samples: list[Sample], expected: Callable[[str], Metrics], case: str
@@ -149,6 +151,7 @@ def test_four_ranks_with_small_packs_change_nothing(
     assert_equal(step(dealt_to_four, shuffled(samples), case), expected(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SOME)
 def test_another_trainer_and_its_layouts_change_nothing(
     cut: OverRanks, samples: list[Sample], expected: Callable[[str], Metrics], case: str

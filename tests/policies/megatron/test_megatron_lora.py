@@ -22,6 +22,7 @@ from slimectl.policies.fsdp.policy import FsdpActorCritic
 from slimectl.policies.lora import LoraOptions, initial
 from slimectl.policies.megatron.policy import MegatronActorCritic, MegatronCritic
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.policies.recompute import Recompute
 
 ModelDir = Callable[..., Path]
@@ -133,6 +134,7 @@ def alone(four_layers: ModelDir) -> Callable[[str], Outcome]:
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options"), TWO, ids=str)
 def test_two_ranks_equal_one(two: Ranks, four_layers: ModelDir, alone: Any, kind: str, options: dict[str, Any]):
     two.build(four_layers(kind), lora=lora(*TARGETS.get(kind, EVERY)), **options)
@@ -140,6 +142,7 @@ def test_two_ranks_equal_one(two: Ranks, four_layers: ModelDir, alone: Any, kind
     assert_merged_are_weights(two, four_layers(kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options"), FOUR, ids=str)
 def test_four_ranks_equal_one(four: Ranks, four_layers: ModelDir, alone: Any, kind: str, options: dict[str, Any]):
     four.build(four_layers(kind), lora=lora(*TARGETS.get(kind, EVERY)), **options)
@@ -163,6 +166,7 @@ def test_either_trainer_goes_on_where_the_other_stopped(four_layers: ModelDir, t
         assert found == pytest.approx(other, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_what_two_ranks_saved_one_goes_on_with(two: Ranks, four_layers: ModelDir, tmp_path: Path, kind: str):
     layout = ParallelLayout(tensor=2, expert=2 if kind == "experts" else 1)
@@ -223,7 +227,7 @@ def test_a_policy_that_is_its_own_critic_keeps_its_head_beside_what_peft_reads(f
     loss = PolicyAndValueLoss(PolicyLoss(), ValueLoss(value_clip=10.0), 0.5)
     policy.forward_backward(rows, loss)
     policy.optim_step()
-    fsdp = FsdpActorCritic(four_layers("tied"), HFCheckpoint(), optimizer=STEADY, lora=lora())
+    fsdp = FsdpActorCritic(four_layers("tied"), HFCheckpoint(), TrainerOptions(optimizer=STEADY, lora=lora()))
     fsdp.load(saved(policy, tmp_path / "megatron"))
     assert fsdp.forward_backward(rows, loss) == pytest.approx(policy.forward_backward(rows, loss), rel=1e-5)
     assert fsdp.optim_step() == pytest.approx(policy.optim_step(), rel=1e-5)

@@ -69,6 +69,7 @@ def test_a_forward_pass_computes_every_prefix_once(folder: Callable[..., Path], 
     assert counts == [padded(unique_tokens(rows), shared.row_multiple)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(context=2)])
 def test_layouts_share_prefixes_and_change_nothing(two: Ranks, folder: Callable[..., Path], layout: ParallelLayout):
     rows, alone = forked_rows(4), trainer(folder(), share_prefixes=False)

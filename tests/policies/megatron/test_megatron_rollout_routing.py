@@ -72,6 +72,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "recompute"), LAYOUTS, ids=str)
 def test_two_ranks_have_loss_and_gradient_of_one(
     two: Ranks, four_layers: ModelDir, expected: list[float], layout: ParallelLayout, recompute: Recompute | None
@@ -80,6 +81,7 @@ def test_two_ranks_have_loss_and_gradient_of_one(
     assert step(two, experts_rows()) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_two_ranks_of_the_hugging_face_model_have_them_too(two: Ranks, four_layers: ModelDir, expected: list[float]):
     two.hold(partial(new_policy, four_layers("experts"), recompute=FULL, max_tokens_per_pack=60, **REPLAYING))
     assert step(two, experts_rows()) == pytest.approx(expected, rel=1e-4)

@@ -18,6 +18,8 @@ from slimectl.errors import CheckpointError, SettingsError
 from slimectl.policies.megatron import parallel
 from slimectl.policies.recompute import Recompute
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (7, 12, 12, 5, 1, 9, 4, 16)
 PLAIN = Recompute()
 

@@ -96,6 +96,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_two_ranks_replay_what_one_would(two: Ranks, four_layers: ModelDir, layout: ParallelLayout):
     rows = random_rows(groups=4)
@@ -145,6 +146,7 @@ def test_the_balancing_loss_weighs_as_much_as_the_rows(four_layers: ModelDir):
     assert unbalanced.optim_step()["grad_norm"] != pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_balancing_loss_is_that_of_one_process(two: Ranks, four_layers: ModelDir, layout: ParallelLayout):
     """Packs of one row each: both then balance over the same tokens."""
@@ -161,6 +163,7 @@ def biases(policy: Any) -> torch.Tensor:
     return torch.stack([tensor for name, tensor in policy.weights() if name.endswith("e_score_correction_bias")])
 
 
+@pytest.mark.slow
 def test_the_routers_biases_move_against_the_load_as_in_one_process_and_are_saved(
     two: Ranks, four_layers: ModelDir, tmp_path: Path
 ):

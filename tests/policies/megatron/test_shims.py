@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import megatron_on_cpu
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -20,7 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.errors import BackendError, MissingExtraError
 from slimectl.policies import onednn_linear
-from slimectl.policies.megatron import cpu_patches, parallel, patches
+from slimectl.policies.megatron import parallel, patches
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is for machines without CUDA")
 
@@ -32,11 +33,21 @@ def alone():
     parallel.stop()
 
 
-def test_an_untested_version_is_refused_without_a_gpu():
+@on_cpu
+def test_an_untested_version_is_refused_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(megatron_on_cpu, "version", lambda name: "0.19.2")
     with pytest.raises(
         BackendError, match=r"megatron-core 0\.19\.2 was not tested .*pip install 'megatron-core==0\.16\.1'"
     ):
-        cpu_patches.install("0.19.2")
+        megatron_on_cpu.patch(param_and_grad_buffer)
+
+
+@on_cpu
+def test_without_a_gpu_and_the_shims_the_way_to_them_is_named(monkeypatch):
+    parallel.stop()
+    monkeypatch.delitem(sys.modules, "megatron_on_cpu")
+    with pytest.raises(BackendError, match=r'train\.backend = "megatron": .*pip install \./tests/support/cpu$'):
+        parallel.start(ParallelLayout(), seed=5)
 
 
 @pytest.mark.parametrize("version", ["0.15.3", "0.20.0"])
@@ -54,6 +65,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(module, packag
         patches.prepare()
 
 
+@pytest.mark.slow
 def test_importing_warns_of_nothing():
     code = "import slimectl.policies.megatron.model"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -68,15 +80,6 @@ def test_only_the_modules_of_megatron_core_see_another_torch():
     assert tensor_parallel.layers.torch.nn is torch.nn
     assert torch.cpu.current_device() == "cpu"
     assert torch.zeros(1).type() == "torch.FloatTensor"
-
-
-@on_cpu
-def test_patching_twice_changes_nothing():
-    from megatron.core.tensor_parallel import mappings
-
-    before = mappings._gather_along_first_dim, mappings._gather_along_last_dim.__code__
-    cpu_patches.install("0.16.1")
-    assert (mappings._gather_along_first_dim, mappings._gather_along_last_dim.__code__) == before
 
 
 @on_cpu

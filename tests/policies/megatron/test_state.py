@@ -68,11 +68,13 @@ def saved(four_layers: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> tu
     return folder, train(policy, range(2, 4)), snapshot(policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", LAYOUTS, ids=str)
 def test_one_rank_saved_and_two_go_on(two: Ranks, four_layers: ModelDir, saved: Any, options: dict[str, Any]):
     assert_goes_on(two.build(four_layers("tied"), optimizer=FALLING, **options), *saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [LAYOUTS[0], LAYOUTS[2]], ids=str)
 def test_two_ranks_saved_and_one_goes_on_or_they_to_the_last_digit(
     two: Ranks, four_layers: ModelDir, saved: Any, tmp_path: Path, options: dict[str, Any]
@@ -157,6 +159,7 @@ def test_a_policy_that_slept_in_host_memory_goes_on_to_the_last_digit(four_layer
     assert reports[0] == reports[1]
 
 
+@pytest.mark.slow
 def test_moments_in_bfloat16_are_those_of_one_process_on_two_data_ranks(
     two: Ranks, four_layers: ModelDir, tmp_path: Path
 ):

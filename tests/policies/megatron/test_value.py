@@ -72,6 +72,7 @@ def test_a_critic_begins_at_zero_learns_and_goes_on_from_its_checkpoint(four_lay
 LAYOUTS = [ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(context=2), ParallelLayout()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_two_ranks_equal_one(two: Ranks, with_head: Path, layout: ParallelLayout):
     rows = random_rows(groups=4)

@@ -1,20 +1,16 @@
 """Starts a real SGLang server: `python launch_server.py --model-path DIR …` accepts the flags of sglang.launch_server.
 
-`python launch_server.py --describe` prints the flags of the installed SGLang as JSON instead. The shims also apply in
-SGLang's worker processes, which run the top of this file again or, without a GPU, are forked.
+`python launch_server.py --describe` prints the flags of the installed SGLang as JSON instead.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
-
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "supervisor" / "bootstrap"))
 
@@ -22,15 +18,6 @@ import hidden_keys
 from describe import describe
 
 hidden_keys.mask_logs()
-if not torch.cuda.is_available():
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    # SGLang 0.5.21 compiles small functions. This needs a C++ compiler at run time and does not help on a CPU.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    import cpu_shims
-
-    gc.disable()  # until `serve`: collections would scan the objects of all modules again and again
-    cpu_shims.apply()
-    import adapter_loader  # noqa: F401
 
 
 def described() -> dict[str, dict[str, Any]]:
@@ -47,8 +34,6 @@ def serve() -> None:
     from sglang.srt.server_args import ServerArgs, prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    gc.freeze()
-    gc.enable()
     fields = {name for name in ServerArgs.__annotations__ if not name.startswith("_")}
     try:
         run_server(prepare_server_args([*sys.argv[1:], *hidden_keys.flags(fields)]))

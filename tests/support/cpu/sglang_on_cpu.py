@@ -1,4 +1,7 @@
-"""Shims for SGLang 0.5.21 on a machine without a GPU. Each docstring explains why and when to delete the shim."""
+"""Shims for SGLang 0.5.21 on a machine without a GPU. Each docstring explains why and when to delete the shim.
+
+Importing this module, before SGLang, applies those that need no module of SGLang.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,23 @@ _LIBRARIES: list[torch.library.Library] = []
 """Keeps operator definitions alive, because torch removes them with their library."""
 
 
-def apply() -> None:
-    """Apply all shims. Call it before importing any SGLang module, in every worker process."""
+def prepare() -> None:
+    """Prepare this process, whose workers are forked, for SGLang."""
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    # SGLang 0.5.21 compiles small functions. This needs a C++ compiler at run time and does not help on a CPU.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    gc.disable()  # until the server starts: collections would scan the objects of all modules again and again
     _torchvision_schemas()
     _triton()
     _sgl_kernel()
-    _deterministic_sampling()
-    _penalty_order()
-    _host_register()
     _synchronize()
     _fork_workers()
+
+
+def patch(module: types.ModuleType) -> None:
+    """Patch a module of SGLang that was just imported."""
+    if module.__name__ in _PATCHES and not torch.cuda.is_available():
+        _PATCHES[module.__name__](module)
 
 
 def _torchvision_schemas() -> None:
@@ -83,7 +93,7 @@ def _assign_req_to_token_pool(
         offset += end - start
 
 
-def _deterministic_sampling() -> None:
+def _deterministic_sampling(choices: Any) -> None:
     """Enable seeded sampling.
 
     SGLang uses `sampling_seed` only with --enable-deterministic-inference. That mode does not allow torch_native
@@ -94,12 +104,15 @@ def _deterministic_sampling() -> None:
     library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
     library.impl("murmur_hash32_cpu", _murmur_hash32, "CompositeExplicitAutograd")
     _LIBRARIES.append(library)
-    choices: Any = importlib.import_module("sglang.srt.arg_groups.choices")
     choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
     choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND.append("torch_native")
-    invariant: Any = importlib.import_module("sglang.srt.batch_invariant_ops")
+
+
+def _keep_matrix_products(invariant: Any) -> None:
     invariant.enable_batch_invariant_mode = lambda *_, **__: None
-    sampler: Any = importlib.import_module("sglang.srt.layers.sampler")
+
+
+def _sample_with_min_p(sampler: Any) -> None:
     filtered = sampler.top_k_top_p_min_p_sampling_from_probs_torch
     sampler.top_k_top_p_min_p_sampling_from_probs_torch = functools.partial(_seeded_min_p, filtered)
 
@@ -149,13 +162,12 @@ def _rotate(word: torch.Tensor, bits: int) -> torch.Tensor:
     return (word << bits | word >> (32 - bits)) & 0xFFFFFFFF
 
 
-def _penalty_order() -> None:
+def _penalty_order(orchestrator: Any) -> None:
     """Apply additive penalties before the repetition penalty, which is multiplicative.
 
     SGLang does so with its overlap schedule. Without it, and thus on a CPU, it takes them in the order of a set, which
     differs between processes. Delete when BatchedPenalizerOrchestrator.apply sorts penalties.
     """
-    orchestrator: Any = importlib.import_module("sglang.srt.sampling.penaltylib.orchestrator")
     create = orchestrator.BatchedPenalizerOrchestrator.__init__
 
     def create_sorted(self: Any, vocab_size: int, batch: Any, penalizers: Any) -> None:
@@ -164,12 +176,11 @@ def _penalty_order() -> None:
     orchestrator.BatchedPenalizerOrchestrator.__init__ = create_sorted
 
 
-def _host_register() -> None:
+def _host_register(common: Any) -> None:
     """Disable cudaHostRegister, with which SGLang pins a host buffer for routed experts without checking for a GPU.
 
     Delete when sglang/srt/mem_cache/pool_host/common.py checks.
     """
-    common: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
     common._cuda_host_register = lambda *_: None
 
 
@@ -193,6 +204,33 @@ def _fork_workers() -> None:
     os.register_at_fork(before=gc.freeze)
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None
+
+
+def _observe_adapters(_: Any) -> None:
+    """Import the adapter loader of slimectl, which wraps methods of this module, in the server's script.
+
+    Forked workers inherit it. It then also knows of the updates before the first adapter.
+    """
+    if importlib.util.find_spec("adapter_loader") is not None:
+        importlib.import_module("adapter_loader")
+
+
+def _collect_garbage(_: Any) -> None:
+    """Scan only new objects from here on, where the server starts."""
+    gc.freeze()
+    gc.enable()
+
+
+_PATCHES = {
+    "sglang.launch_server": _collect_garbage,
+    "sglang.srt.arg_groups.choices": _deterministic_sampling,
+    "sglang.srt.batch_invariant_ops": _keep_matrix_products,
+    "sglang.srt.layers.sampler": _sample_with_min_p,
+    "sglang.srt.mem_cache.pool_host.common": _host_register,
+    "sglang.srt.model_executor.model_runner_components.weight_updater": _observe_adapters,
+    "sglang.srt.sampling.penaltylib.orchestrator": _penalty_order,
+}
+"""What each module of SGLang needs."""
 
 
 class _Inert(types.ModuleType):
@@ -238,3 +276,7 @@ class _Name:
 
     def __getitem__(self, _: Any) -> Any:
         return self
+
+
+if not torch.cuda.is_available():
+    prepare()

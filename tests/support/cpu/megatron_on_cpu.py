@@ -1,8 +1,8 @@
 """Runs Megatron-core on a machine without CUDA by redirecting its GPU calls to the CPU. Other modules are unchanged.
 
 megatron-core has no switch for the device. It writes `device="cuda"`, calls `torch.cuda.current_device()` and
-`tensor.cuda()`, and compares `tensor.type()` with "torch.cuda.FloatTensor". Here the functions of its loaded modules
-get the same bytecode with other names: "cuda" becomes "cpu", and `torch` becomes a view of torch whose `cpu` also has
+`tensor.cuda()`, and compares `tensor.type()` with "torch.cuda.FloatTensor". Here the functions of its modules get the
+same bytecode with other names: "cuda" becomes "cpu", and `torch` becomes a view of torch whose `cpu` also has
 the functions of `torch.cuda` that megatron-core calls. Delete this module when megatron-core takes its device from
 torch's current accelerator. Each patch's docstring states when to delete the patch.
 """
@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -28,31 +28,19 @@ TESTED = ("0.16.1",)
 
 _TYPES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
 _REPLACEMENTS = {"cuda": "cpu", **_TYPES}
-_patched_modules: set[str] = set()
 
 
-def needed() -> bool:
-    """Return whether this machine has no CUDA device."""
-    return not torch.cuda.is_available()
-
-
-def install(version: str) -> None:
-    """Patch every loaded module of megatron.core. Call it again after importing more. Raises BackendError."""
-    if version not in TESTED:
+def patch(module: ModuleType) -> None:
+    """Patch a module of megatron.core that was just imported. Raises BackendError for an untested version."""
+    if torch.cuda.is_available():
+        return
+    if (installed := version("megatron-core")) not in TESTED:
         raise BackendError(
-            f"megatron-core {version} was not tested without a GPU. Run: pip install 'megatron-core=={TESTED[-1]}'"
+            f"megatron-core {installed} was not tested without a GPU. Run: pip install 'megatron-core=={TESTED[-1]}'"
         )
-    view = _torch_on_cpu()
-    for name in [name for name in sys.modules if name.startswith("megatron.core") and name not in _patched_modules]:
-        module = sys.modules[name]
-        _patched_modules.add(name)
-        if isinstance(module, ModuleType):
-            _redirect(module, view)
-    _patch_random()
-    _patch_token_dispatcher()
-    _patch_uneven_parts()
-    _patch_lone_ranks()
-    _patch_linear_layers()
+    _redirect(module, _torch_on_cpu())
+    if module.__name__ in _PATCHES:
+        _PATCHES[module.__name__](module)
 
 
 def _redirect(module: ModuleType, view: ModuleType) -> None:
@@ -94,6 +82,7 @@ def _constant(value: Any) -> Any:
     return _REPLACEMENTS.get(value, value) if isinstance(value, str) else value
 
 
+@functools.cache
 def _torch_on_cpu() -> ModuleType:
     """Build a view of torch whose `cpu` has the functions of `torch.cuda` that megatron-core calls."""
     view = types.ModuleType("torch")
@@ -119,14 +108,12 @@ class _Stream(torch.cpu.Stream):
         return torch.cpu.Event()
 
 
-def _patch_random() -> None:
+def _patch_random(random: Any) -> None:
     """Redirect random states to the CPU generator, the only one.
 
     megatron-core (0.16.1) keeps states of CUDA generators and warns if the CPU's generator advances in the meantime. On
     a CPU they are the same generator. Delete with the rest of this module.
     """
-    from megatron.core.tensor_parallel import random
-
     random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
     random.CudaRNGStatesTracker.fork = _fork
@@ -144,13 +131,12 @@ def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
         torch.set_rng_state(outer)
 
 
-def _patch_token_dispatcher() -> None:
+def _patch_token_dispatcher(token_dispatcher: Any) -> None:
     """Convert split sizes of all-to-all to a host sequence.
 
     megatron-core (0.16.1) converts them only when it moves them off a GPU, but `all_to_all_single` rejects tensors.
     Delete when `maybe_move_tensor_to_cpu` honors `as_numpy` for host tensors.
     """
-    from megatron.core.transformer.moe import token_dispatcher
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -158,17 +144,13 @@ def _patch_token_dispatcher() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
 
 
-def _patch_uneven_parts() -> None:
+def _patch_uneven_parts(mappings: Any) -> None:
     """Gather and reduce-scatter parts of different lengths by padding them to the longest.
 
     gloo (torch 2.13) rejects such lists, nccl accepts them. Sharded experts (expert tensor parallelism) exchange
     them. Delete when gloo's all_gather and reduce_scatter accept lists of unequal tensors.
     """
-    from megatron.core.tensor_parallel import mappings
-
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
-    if getattr(gather, "_slimectl", False):
-        return
 
     def gathered(part: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if output_split_sizes is None or group.size() == 1:
@@ -184,21 +166,16 @@ def _patch_uneven_parts() -> None:
         parts = [_pad_rows(part, longest) for part in full.split(input_split_sizes)]
         return reduce_scatter(torch.cat(parts), group)[: input_split_sizes[group.rank()]]
 
-    gathered._slimectl = True  # type: ignore[attr-defined]
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gathered, scattered
 
 
-def _patch_lone_ranks() -> None:
+def _patch_lone_ranks(buffers: Any) -> None:
     """Skip the exchange of gradients and weights in a group of one rank, whose part is already the whole.
 
     gloo (torch 2.13) copies it several times, while nccl skips the exchange. Delete when gloo skips it too.
     """
-    from megatron.core.distributed import param_and_grad_buffer as buffers
-
     for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
-        exchange = getattr(buffers, name)
-        if not hasattr(exchange, "_slimectl"):
-            setattr(buffers, name, _unless_alone(exchange))
+        setattr(buffers, name, _unless_alone(getattr(buffers, name)))
 
 
 def _unless_alone(exchange: Any) -> Any:
@@ -207,21 +184,16 @@ def _unless_alone(exchange: Any) -> Any:
             return None
         return exchange(output, source, group=group, **options)
 
-    call._slimectl = True  # type: ignore[attr-defined]
     return call
 
 
-def _patch_linear_layers() -> None:
+def _patch_linear_layers(layers: Any) -> None:
     """Compute float32 linear layers with oneDNN where that is faster.
 
     With tensor parallelism they are mcore's layers, which exchange inputs and gradients. Delete with onednn_linear.py.
     """
-    from megatron.core.tensor_parallel import layers
-
     for name in ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"):
-        multiply = getattr(layers, name)
-        if not hasattr(multiply, "_slimectl"):
-            setattr(layers, name, _by_onednn(multiply))
+        setattr(layers, name, _by_onednn(getattr(layers, name)))
 
 
 def _by_onednn(multiply: Any) -> Any:
@@ -236,7 +208,6 @@ def _by_onednn(multiply: Any) -> Any:
             return linear(input, weight, bias.detach() if bias is not None and not weight.requires_grad else bias)
         return multiply(input, weight, bias=bias, **options)
 
-    call._slimectl = True  # type: ignore[attr-defined]
     return call
 
 
@@ -245,25 +216,38 @@ def _pad_rows(part: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([part, part.new_zeros(rows - part.shape[0], *part.shape[1:])])
 
 
-@contextlib.contextmanager
-def shared_groups() -> Iterator[None]:
+def _share_groups(parallel_state: Any) -> None:
     """Let megatron-core create only one process group for all of its groups with the same ranks.
 
     megatron-core (0.16.1) creates 20, most of them of one rank or of the same ranks. Every gloo group (torch 2.13)
     keeps three threads, one of which wakes 100 times a second. Delete when gloo's groups share their threads.
     """
-    from megatron.core import parallel_state
+    create, initialize = parallel_state.create_group, parallel_state.initialize_model_parallel
 
-    create = parallel_state.create_group
-    groups: dict[tuple[int, ...], Any] = {}
+    @functools.wraps(initialize)
+    def initialize_shared(*args: Any, **options: Any) -> None:
+        groups: dict[tuple[int, ...], Any] = {}
 
-    def create_once(ranks: Sequence[int], **options: Any) -> Any:
-        if tuple(ranks) not in groups:
-            groups[tuple(ranks)] = create(ranks, **options)
-        return groups[tuple(ranks)]
+        def create_once(ranks: Sequence[int], **options: Any) -> Any:
+            if tuple(ranks) not in groups:
+                groups[tuple(ranks)] = create(ranks, **options)
+            return groups[tuple(ranks)]
 
-    parallel_state.create_group = create_once
-    try:
-        yield
-    finally:
-        parallel_state.create_group = create
+        parallel_state.create_group = create_once
+        try:
+            initialize(*args, **options)
+        finally:
+            parallel_state.create_group = create
+
+    parallel_state.initialize_model_parallel = initialize_shared
+
+
+_PATCHES: dict[str, Callable[[Any], None]] = {
+    "megatron.core.distributed.param_and_grad_buffer": _patch_lone_ranks,
+    "megatron.core.parallel_state": _share_groups,
+    "megatron.core.tensor_parallel.layers": _patch_linear_layers,
+    "megatron.core.tensor_parallel.mappings": _patch_uneven_parts,
+    "megatron.core.tensor_parallel.random": _patch_random,
+    "megatron.core.transformer.moe.token_dispatcher": _patch_token_dispatcher,
+}
+"""What else a module needs."""
