@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from slimectl.data.atomic_replace import refuse_existing
 from slimectl.data.chat import encode_raw, render
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.data.manifest import check_integrity
 from slimectl.data.ownership import read_manifest
 from slimectl.data.run_dir import write_folder
@@ -23,7 +24,6 @@ from slimectl.protocols import NO_PROGRESS, Critic, Engine, Policy, Progress, We
 from slimectl.runtime import builders
 from slimectl.runtime.recorder import load_state, warn_of_changed_schedule
 from slimectl.settings import Settings
-from slimectl.stages.convert import ConvertOptions
 from slimectl.stages.generation import sampling_params
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.score import attach_log_probs

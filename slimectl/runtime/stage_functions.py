@@ -231,12 +231,13 @@ def run(
     """
     from slimectl.runtime.rounds import RecordedRounds
     from slimectl.runtime.run import TrainingRun
+    from slimectl.stages.recorded_rounds import SampleFiles
 
     rounds = None
     if samples is not None:
         paths = [str(samples)] if isinstance(samples, str | PathLike) else list(map(str, samples))
         settings = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"data": paths})})
-        rounds = RecordedRounds(settings, paths)
+        rounds = RecordedRounds(settings, SampleFiles(paths))
     check_complete(settings.model_dump(by_alias=True))
     job = TrainingRun(settings, interrupted=interrupted, rounds=rounds)
     return job.reports(resume=resume, force=force)

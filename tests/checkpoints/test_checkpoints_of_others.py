@@ -23,12 +23,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from slimectl.errors import SlimectlError
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.runtime.builders import model_folder
-from slimectl.stages.convert import ConvertOptions
 from slimectl.types import SamplingParams, TrainingSample
 
 ModelDir = Callable[[str], Path]

@@ -16,6 +16,7 @@ from torch import Tensor
 from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.checkpoints.quantization import Fp8Blocks, Fp8Scale, QuantizedStream
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.engines.weight_sync.base import cast
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.policies.fsdp.policy import FsdpPolicy
@@ -24,7 +25,6 @@ from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
-from slimectl.stages.convert import ConvertOptions
 
 ModelDir = Callable[..., Path]
 SCHEMES: dict[str, dict[str, Any]] = {
