@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slimectl.protocols import Agent, BufferFilter, GroupFilter, Policy, SampleHook
-from slimectl.stages.whole_rounds import GroupSource, RoundObserver, RoundSampler
 from slimectl.types import Loss, Metrics, Sample, StepReport, TrainingSample
 
 if TYPE_CHECKING:
     from slimectl.algorithms.losses import PolicyLoss
     from slimectl.stages.generation import GroupGenerator
+    from slimectl.stages.whole_rounds import GroupSource, RoundObserver, RoundSampler
 
 Group = list[Sample]
 Rows = Sequence[TrainingSample]
