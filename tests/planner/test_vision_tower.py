@@ -22,7 +22,7 @@ from slimectl.planner import flops, memory, parameters, plan
 from slimectl.planner.vision import DEFAULTS, VisionTower
 from slimectl.planner.workload import Run
 from slimectl.policies.fsdp.policy import FsdpPolicy
-from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.policies.recompute import Recompute
 from slimectl.types import TrainingSample
 
@@ -93,10 +93,8 @@ def test_a_policy_saves_what_the_formula_says(family: str, dtype: Any, recompute
     processor = processor_of(str(tmp_path / "model"))
     images = [image_file(tmp_path / f"{seed}.png", width=64, height=96, seed=seed) for seed in range(2)]
     prompts = [image_prompt(processor, [image]) for image in images]
-    policy = FsdpPolicy(
-        tmp_path / "model", HFCheckpoint(), optimizer=OptimizerOptions(), dtype=dtype, recompute=Recompute(recompute),
-        freeze_vision_tower=not trained,
-    )  # fmt: skip
+    options = TrainerOptions(dtype=dtype, recompute=Recompute(recompute), freeze_vision_tower=not trained)
+    policy = FsdpPolicy(tmp_path / "model", HFCheckpoint(), options)
 
     def packed(tower_images: bool) -> tuple[list[TrainingSample], Any]:
         rows = [

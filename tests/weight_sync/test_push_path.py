@@ -28,6 +28,7 @@ from slimectl.engines.weight_sync.memory import TensorSync
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.policies.rank_group import LockedPolicy
 from slimectl.protocols import Policy, WeightSync
 from slimectl.types import SamplingParams, TrainingSample
@@ -79,13 +80,13 @@ def folder(model_dir: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def trainer(folder: Path) -> FsdpPolicy:
-    return FsdpPolicy(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=0.02))
+    return FsdpPolicy(folder, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=0.02)))
 
 
 @pytest.fixture(scope="module")
 def adapted(folder: Path) -> FsdpPolicy:
     lora = LoraOptions(rank=4, alpha=8.0, targets=("q_proj",))
-    return FsdpPolicy(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=0.02), lora=lora)
+    return FsdpPolicy(folder, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=0.02), lora=lora))
 
 
 @pytest.fixture(scope="module")
