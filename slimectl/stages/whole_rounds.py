@@ -4,30 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Protocol
 
 from slimectl.settings import Settings
-from slimectl.stages.in_flight import Group
+from slimectl.stages.hooks import RoundSampler
 from slimectl.stages.prompt_groups import PromptSource, UserDataSource, flatten
 from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.score import report_grading
-from slimectl.types import Metrics, RolloutBatch, Sample
+from slimectl.types import RolloutBatch, Sample
 
 GroupSource = PromptSource | UserDataSource
-RoundObserver = Callable[[list[Group], GroupSource], None]
-"""Called with the groups of a round and their source."""
-
-
-class RoundSampler(Protocol):
-    """Samples one round at a time."""
-
-    def groups(self, rollout_id: int, source: GroupSource) -> tuple[list[Group], Metrics]:
-        """Return the ungraded groups of a round (none at the end) and metrics."""
-        ...
-
-    def close(self) -> None:
-        """Cancel the groups in flight."""
-        ...
 
 
 def whole_rounds(
