@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -24,11 +25,14 @@ from slimectl.protocols import NO_PROGRESS, Critic, Engine, Policy, Progress, We
 from slimectl.runtime import builders
 from slimectl.runtime.recorder import load_state, warn_of_changed_schedule
 from slimectl.settings import Settings
-from slimectl.stages.generation import sampling_params
-from slimectl.stages.rollout import demonstrations
-from slimectl.stages.score import attach_log_probs
+from slimectl.stages.advantages import Models
+from slimectl.stages.generation import GroupGenerator, sampling_params
+from slimectl.stages.prompt_groups import PromptSource, UserDataSource
+from slimectl.stages.rollout import demonstrations, rollout
+from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.train import TrainState
 from slimectl.stages.train import train as train_stage
+from slimectl.stages.whole_rounds import GroupSource
 from slimectl.types import Chat, Completion, Prompt, Sample, SamplingParams, StepReport
 
 OnSkipped = Callable[[Prompt], Any]
@@ -71,6 +75,11 @@ class Sampler(_Closing):
         self.tokenizer: Any = builders.tokenizer(self.folder)
         self.engine: Engine = self._closing.enter_context(builders.start_engines(settings, self.folder, self.tokenizer))
 
+    @cached_property
+    def generator(self) -> GroupGenerator:
+        """Generates the responses of rollouts. Evaluations derive theirs from it."""
+        return builders.generator(builders.hook_settings(self.settings, self.engine), self.engine, self.tokenizer)
+
     def rollout(
         self, prompts: Iterable[Prompt], *, source: Any = None, on_skipped: OnSkipped = lambda prompt: None
     ) -> Iterator[Sample]:
@@ -80,9 +89,11 @@ class Sampler(_Closing):
         response go to `on_skipped`.
         """
         prompts = of_type(prompts, Prompt, "create it with slimectl.Prompt(…), or read a file with slimectl.prompts")
-        return builders.rollout_samples(
-            self.settings, prompts, self.engine, self.tokenizer, source=source, on_skipped=on_skipped
-        )
+        generator, run = dataclasses.replace(self.generator, on_skipped=on_skipped), self.settings.run
+        groups: GroupSource = PromptSource(prompts, generator)
+        if source is not None:
+            groups = UserDataSource(source, generator, max_groups=builders.max_groups(run, source))
+        return rollout(groups, max_rounds=run.num_rollout)
 
 
 class Trainer(_Closing):
@@ -136,13 +147,9 @@ class Trainer(_Closing):
         Algorithm sft also accepts prompts with labels. Prompts that are too long go to `on_skipped`. `progress`
         receives the current phase.
         """
-        stream = self._samples(samples, on_skipped)
-        for field, model in self._models.asked.items():
-            stream = attach_log_probs(stream, model, field, temperature=self.settings.policy_temperature)
-        hooks = UserHooks(self.settings)
-        return train_stage(
-            stream, self.policy, self.settings, critic=self.critic, state=self.state, hooks=hooks, progress=progress
-        )
+        models = Models(self.policy, self.critic, self._models.frozen, RoundTimer(progress=progress))
+        stream, hooks = self._samples(samples, on_skipped), UserHooks(self.settings)
+        return train_stage(stream, models, self.settings, state=self.state, hooks=hooks)
 
     def _samples(self, items: Iterable[Any], on_skipped: OnSkipped) -> Iterator[Sample]:
         """Yield samples, and the demonstrations of prompts."""
