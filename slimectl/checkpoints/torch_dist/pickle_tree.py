@@ -85,8 +85,8 @@ _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, EOFError, struct.
 
 class _Instructions(dict[int, Callable[[Any], None]]):
     def __missing__(self, code: int) -> Callable[[Any], None]:
-        known = pickletools.code2op.get(chr(code))  # type: ignore[attr-defined]
-        raise UnsafePickleError(f"the instruction {known.name if known else code} does not occur in checkpoints")
+        opcode = pickletools.code2op.get(chr(code))  # type: ignore[attr-defined]
+        raise UnsafePickleError(f"the instruction {opcode.name if opcode else code} does not occur in checkpoints")
 
 
 _INSTRUCTIONS = (
