@@ -327,12 +327,12 @@ class SharedMemoryBlock:
         Returns the block's name and a table of [name, dtype, shape, offset].
         """
         start = torch.frombuffer(self._memory.buf, dtype=torch.uint8, count=1).data_ptr()
-        is_here = [bool(each.numel()) and 0 <= each.data_ptr() - start < self._end for _, each in tensors]
-        if not any(is_here):
+        are_here = [bool(tensor.numel()) and 0 <= tensor.data_ptr() - start < self._end for _, tensor in tensors]
+        if not any(are_here):
             self.clear()
         places = []
-        for (name, tensor), here in zip(tensors, is_here, strict=True):
-            stored = tensor if here else self.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
+        for (name, tensor), is_stored in zip(tensors, are_here, strict=True):
+            stored = tensor if is_stored else self.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
             offset = stored.data_ptr() - start if stored.numel() else 0
             assert 0 <= offset <= self._end - stored.nbytes, f"{name} is not in the block"
             places.append([name, dtype_name(stored.dtype), list(stored.shape), offset])

@@ -81,7 +81,7 @@ def check_middlewares(engine: EngineSettings, *, servers: bool) -> None:
 def check_stop_tokens(settings: Settings, config: Mapping[str, Any]) -> None:
     """Raise SettingsError for a stop token of [rollout] or [eval] outside the model's vocabulary."""
     sections = {"rollout": settings.rollout.stop_token_ids}
-    sections |= {f"eval.data.{name}": each.stop_token_ids or [] for name, each in settings.eval.datasets.items()}
+    sections |= {f"eval.data.{name}": data.stop_token_ids or [] for name, data in settings.eval.datasets.items()}
     for section, tokens in sections.items():
         check_ids(f"{section}.stop_token_ids", tokens, vocabulary=cards.language_model(dict(config))["vocab_size"])
 

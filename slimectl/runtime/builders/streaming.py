@@ -29,7 +29,7 @@ def stream_answer(
     from slimectl.engines.embedded.engine import EmbeddedEngine
 
     growing = GrowingText(tokenizer.backend_tokenizer, keep_special=not params.skip_special_tokens)
-    written: list[int] = []
+    response: list[int] = []
     shown = 0
 
     def show_new(text: str) -> None:
@@ -42,7 +42,7 @@ def stream_answer(
         progress = asyncio.Event()
 
         def follow(start: int, new: list[int]) -> None:
-            written[start:] = new
+            response[start:] = new
             progress.set()
 
         # Requests to servers are cancelled, because an abort would also end those of other clients.
@@ -58,7 +58,7 @@ def stream_answer(
         while not task.done():
             await progress.wait()
             progress.clear()
-            show_new(before_stop(growing.read(written[:-1]), params.stop))  # the last token may be an end token
+            show_new(before_stop(growing.read(response[:-1]), params.stop))  # the last token may be an end token
         if task.cancelled():
             return Completion([], [], "", "abort")
         show_new(task.result().text)
