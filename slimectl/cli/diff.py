@@ -25,7 +25,7 @@ def diff(
         slimectl diff runs/a runs/b
     """
     from slimectl.cli.comparison import show_comparison
-    from slimectl.cli.inspect_samples import Selection
+    from slimectl.cli.inspect import Selection
 
     for path in (before, after):
         if not path.exists():
