@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from slimectl.agents.chat_request import ChatRequest, EndpointError
+from slimectl.agents.chat_request import EndpointError
+from slimectl.chats.requests import ChatRequest
 from slimectl.data.answers import ParsedAnswer, format_of
 from slimectl.data.growing_text import GrowingText, before_stop, marked_text
 from slimectl.data.token_bytes import TokenBytes

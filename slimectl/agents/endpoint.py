@@ -19,11 +19,12 @@ from aiohttp import web
 from slimectl.agents import anthropic_messages, openai_chat, openai_responses, request_keys
 from slimectl.agents.answer import AgentReply
 from slimectl.agents.answer_stream import AnswerStream, Event, EventWriter
-from slimectl.agents.chat_request import ChatRequest, EndpointError, numbered
+from slimectl.agents.chat_request import EndpointError, numbered
 from slimectl.agents.request_keys import ApiKeys
 from slimectl.agents.session import Session, reward_value
 from slimectl.chats.messages import MessageError
 from slimectl.chats.request_body import RequestBody
+from slimectl.chats.requests import ChatRequest
 from slimectl.errors import RecordError, SettingsError, SlimectlError
 
 LONGEST_BODY = 64 << 20

@@ -10,14 +10,13 @@ from typing import Any
 
 from aiohttp import web
 
-from slimectl.chats.request_body import RequestBody
-from slimectl.chats.request_options import MOST_TOP
+from slimectl.chats.request_body import MOST_TOP, RequestBody
+from slimectl.chats.requests import MOST_ANSWERS, GenerationRequest, from_sglang
 from slimectl.data.routed_experts import decoded
 from slimectl.data.token_log_probs import TokenLogProb
 from slimectl.engines.server.errors import RequestError
 from slimectl.engines.server.log_probs import answer_log_probs, prompt_log_probs
 from slimectl.engines.server.requests import RunningAnswer
-from slimectl.engines.server.sampling_params import MOST_ANSWERS, GenerationRequest, from_sglang
 from slimectl.engines.server.schema import read
 from slimectl.engines.server.state import SERVICE, STREAMED, EventStream, Service, dumped
 

@@ -16,13 +16,13 @@ from aiohttp import web
 from torch import Tensor
 
 from slimectl.chats.messages import MessageError
+from slimectl.chats.requests import GenerationRequest
 from slimectl.data.chat import encode, encode_raw
 from slimectl.engines.embedded.weight_delta import Delta
 from slimectl.engines.server.adapters import AdapterBase, AdapterUpdate, MergedAdapter
 from slimectl.engines.server.engine_thread import EngineThread, run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError, body, line, status_of
 from slimectl.engines.server.requests import RequestTable
-from slimectl.engines.server.sampling_params import GenerationRequest
 from slimectl.errors import SettingsError, SlimectlError
 from slimectl.protocols import OnTokens
 from slimectl.types import Completion, SamplingParams

@@ -37,10 +37,10 @@ async def _stream(
     *,
     stoppable: bool,
 ) -> Completion:
+    from slimectl.chats.requests import GenerationRequest
     from slimectl.engines.embedded.detokenizer import Detokenizer
     from slimectl.engines.embedded.engine import EmbeddedEngine
     from slimectl.engines.server.requests import RunningAnswer
-    from slimectl.engines.server.sampling_params import GenerationRequest
 
     loop = asyncio.get_running_loop()
     if not isinstance(engine, EmbeddedEngine):
