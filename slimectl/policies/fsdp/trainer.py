@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from slimectl.algorithms.packing import Pack, plan_batches
+from slimectl.architectures.family import TOWER_PATTERN
 from slimectl.architectures.lora import halves
-from slimectl.architectures.qwen_vl import TOWER_PATTERN
 from slimectl.checkpoints.base_model import fingerprint
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.data.images import processor_of
