@@ -23,8 +23,7 @@ from slimectl.agents.chat_request import EndpointError, numbered
 from slimectl.agents.request_keys import ApiKeys
 from slimectl.agents.session import Session, reward_value
 from slimectl.chats.messages import MessageError
-from slimectl.chats.request_body import RequestBody
-from slimectl.chats.requests import ChatRequest
+from slimectl.chats.requests import ChatRequest, RequestBody
 from slimectl.errors import RecordError, SettingsError, SlimectlError
 
 LONGEST_BODY = 64 << 20

@@ -22,7 +22,7 @@ from slimectl.engines.embedded.weight_delta import Delta
 from slimectl.engines.server.adapters import AdapterBase, AdapterUpdate, MergedAdapter
 from slimectl.engines.server.engine_thread import EngineThread, run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError, body, line, status_of
-from slimectl.engines.server.requests import RequestTable
+from slimectl.engines.server.requests import RequestState, RequestTable, RunningAnswer
 from slimectl.errors import SettingsError, SlimectlError
 from slimectl.protocols import OnTokens
 from slimectl.types import Completion, SamplingParams
@@ -152,6 +152,7 @@ class EventStream:
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
+        self.failed = False
         self._response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )
@@ -165,6 +166,7 @@ class EventStream:
         """Send an error as an event, because an HTTP status can no longer be sent."""
         if not self._response.prepared:
             raise error
+        self.failed = True
         await self.send(dumped(body(status_of(error), line(error), kind=getattr(error, "kind", None))))
 
     async def end(self) -> web.StreamResponse:
@@ -182,9 +184,21 @@ class EventStream:
 
 
 COMPACT = json.JSONEncoder(separators=(",", ":"))
-STREAMED = (RequestError, SlimectlError)
-"""Errors that are reported within a stream."""
 
 
 def dumped(value: Any) -> str:
     return COMPACT.encode(value)
+
+
+async def stream_answers(
+    request: web.Request, pending: RequestState, chunks: Callable[[RunningAnswer], list[str]]
+) -> EventStream:
+    """Send the new chunks of responses until all are finished or one fails. The caller ends the stream."""
+    stream = EventStream(request)
+    try:
+        async for answer in pending.growing():
+            for chunk in chunks(answer):
+                await stream.send(chunk)
+    except (RequestError, SlimectlError) as error:
+        await stream.fail(error)
+    return stream

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from aiohttp import web
 from torch import Tensor
 
-from slimectl.chats.request_body import RequestBody
+from slimectl.chats.requests import RequestBody
 from slimectl.data.hashing import tensor_checksum
 from slimectl.engines.embedded.weights import FileTensor
 from slimectl.engines.server.adapters import AdapterUpdate, announced
