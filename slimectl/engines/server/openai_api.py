@@ -20,7 +20,7 @@ from slimectl.chats.requests import (
     read_completions,
 )
 from slimectl.chats.template import TEMPLATE_SETTING
-from slimectl.data.answers import AnswerFormat, format_of
+from slimectl.data.answers import AnswerFormat, AnswerParser, format_of
 from slimectl.data.chat import render
 from slimectl.data.chat_responses import CHAT, COMPLETION
 from slimectl.data.token_log_probs import TokenLogProb
@@ -29,7 +29,7 @@ from slimectl.engines.limits import check_prompt
 from slimectl.engines.server.engine_thread import run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError
 from slimectl.engines.server.log_probs import prompt_log_probs
-from slimectl.engines.server.openai_format import ChatParser, Echo, ResponseFormatter, Shown
+from slimectl.engines.server.openai_format import Echo, ResponseFormatter, Shown
 from slimectl.engines.server.requests import RunningAnswer
 from slimectl.engines.server.schema import read
 from slimectl.engines.server.state import LONG, SERVICE, Service, dumped, stream_answers
@@ -112,8 +112,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     tokens = _truncated(fields, service, await _rendered(fields, service, ask))
     answer_format = format_of(service.served.tokenizer.chat_template)
     generation = _with_calls(answer_format.notation, generation, ask)
-    parser = _parser(fields, service, tokens, ask, generation, answer_format)
-    generation = replace(generation, keep_special=generation.keep_special or (parser is not None and parser.cut_ends))
+    parser, generation = _parser(fields, service, tokens, ask, generation, answer_format)
     scores = await _scores(service, [tokens], generation, shown, is_echo_scored=False)
     form = ResponseFormatter(CHAT, ask, shown, service.requests.vocabulary, prompt_scores=scores, parser=parser)
     return await _respond(request, service, fields, [tokens], generation, form)
@@ -180,8 +179,8 @@ def _parser(
     ask: ChatRequest,
     generation: GenerationRequest,
     answer_format: AnswerFormat,
-) -> ChatParser | None:
-    """Return the parser of the responses to a chat, or None if they are only content."""
+) -> tuple[AnswerParser | None, GenerationRequest]:
+    """Return the parser of the responses to a chat, None if they are only content, and the request with its needs."""
     tokenizer = service.served.tokenizer
     prompt_end = service.requests.detokenizers[True].decode(tokens[-PROMPT_END:])
     grammar = generation.params.grammar
@@ -194,10 +193,12 @@ def _parser(
     if not ask.tools:
         answer_format = replace(answer_format, notation=None)
     if answer_format == AnswerFormat():
-        return None
+        return None, generation
     special = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
-    cut_ends = not generation.keep_special and bool(special & set(answer_format.marks))
-    return ChatParser(answer_format, ask.tools, prompt_end, cut_ends, single_call=ask.single_call)
+    ends: set[str] = set()
+    if not generation.keep_special and special & set(answer_format.marks):  # kept for the parser, not for the client
+        ends, generation = special - {"", *answer_format.marks}, replace(generation, keep_special=True)
+    return AnswerParser(answer_format, ask.tools, prompt_end, ends, ask.single_call), generation
 
 
 async def _respond(
