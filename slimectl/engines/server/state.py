@@ -19,27 +19,36 @@ from slimectl.chats.messages import MessageError
 from slimectl.chats.requests import GenerationRequest
 from slimectl.data.chat import encode, encode_raw
 from slimectl.engines.embedded.weight_delta import Delta
+from slimectl.engines.server.access import Guard
 from slimectl.engines.server.adapters import AdapterBase, AdapterUpdate, MergedAdapter
 from slimectl.engines.server.engine_thread import EngineThread, run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError, body, line, status_of
 from slimectl.engines.server.requests import RequestState, RequestTable, RunningAnswer
 from slimectl.errors import SettingsError, SlimectlError
 from slimectl.protocols import OnTokens
+from slimectl.system.http import send_part
 from slimectl.types import Completion, SamplingParams
 
 LONG = 20_000
 """Texts of at least so many characters are tokenized in a separate thread."""
-
-SEND_S = 60.0
-"""Seconds that a client may go without reading a stream."""
 
 ReadCheckpoint = Callable[[Path], Iterable[tuple[str, Tensor]]]
 ReadDelta = Callable[[Path], Delta]
 
 
 @dataclass(frozen=True, slots=True)
+class Streaming:
+    """Default stream options of requests."""
+
+    interval: int = 1
+    """Number of tokens per chunk."""
+    incremental: bool = False
+    """Whether a chunk of /generate has only the new tokens."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The served model: its folder, config and tokenizer, and functions that read weights from folders."""
+    """The served model with its folder, config, tokenizer and readers of weights, and who may use it how."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -55,16 +64,10 @@ class ServerConfig:
     """Reads the delta between two versions of a folder."""
     middlewares: tuple[Any, ...] = ()
     """User-defined middlewares. They run inside the ones that check keys and format errors."""
-
-
-@dataclass(frozen=True, slots=True)
-class Streaming:
-    """Default stream options of requests."""
-
-    interval: int = 1
-    """Number of tokens per chunk."""
-    incremental: bool = False
-    """Whether a chunk of /generate has only the new tokens."""
+    guard: Guard = field(kw_only=True)
+    streaming: Streaming = Streaming()
+    pause_timeout_s: float = 60.0
+    """Seconds that a request may wait for a paused engine."""
 
 
 @dataclass(slots=True)
@@ -160,7 +163,7 @@ class EventStream:
     async def send(self, value: str) -> None:
         if not self._response.prepared:
             await self._response.prepare(self._request)
-        await self._write(f"data: {value}\n\n".encode())
+        await send_part(self._response, f"data: {value}\n\n")
 
     async def fail(self, error: Exception) -> None:
         """Send an error as an event, because an HTTP status can no longer be sent."""
@@ -173,14 +176,6 @@ class EventStream:
         await self.send("[DONE]")
         await self._response.write_eof()
         return self._response
-
-    async def _write(self, data: bytes) -> None:
-        """Write data. Raises ConnectionResetError if the client does not read, which ends its sequences."""
-        try:
-            async with asyncio.timeout(SEND_S):
-                await self._response.write(data)
-        except TimeoutError:
-            raise ConnectionResetError(f"the client has read nothing for {SEND_S:.0f} s") from None
 
 
 COMPACT = json.JSONEncoder(separators=(",", ":"))
