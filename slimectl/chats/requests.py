@@ -1,4 +1,4 @@
-"""Reads requests of OpenAI's, SGLang's and Anthropic's APIs: typed fields, chats, sampling parameters and grammars."""
+"""Reads requests of all APIs: typed fields, chats, completions, sampling parameters and grammars."""
 
 from __future__ import annotations
 
