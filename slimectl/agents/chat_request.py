@@ -1,4 +1,4 @@
-"""Refuses, counts and records requests to the policy, from any API."""
+"""Refusals of the endpoint, the responses to one HTTP request, and answers as messages of a chat."""
 
 from __future__ import annotations
 

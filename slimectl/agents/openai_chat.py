@@ -11,8 +11,7 @@ from slimectl.agents.answer import AgentAnswer, AgentReply
 from slimectl.agents.answer_stream import Event, EventWriter
 from slimectl.agents.chat_request import MOST_RESPONSES
 from slimectl.chats import requests
-from slimectl.chats.request_body import RequestBody
-from slimectl.chats.requests import ChatRequest
+from slimectl.chats.requests import ChatRequest, RequestBody
 from slimectl.data.answers import ParsedAnswer
 from slimectl.data.chat_responses import (
     CHAT,

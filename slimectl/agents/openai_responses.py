@@ -11,9 +11,16 @@ from slimectl.agents.answer import AgentAnswer, AgentReply
 from slimectl.agents.answer_stream import BlockEventWriter, Event
 from slimectl.agents.request_keys import INCLUDES
 from slimectl.chats.messages import REASONING, MessageError, function_call, plain_text
-from slimectl.chats.request_body import MOST_TOP, RequestBody, forced_tool, read_schema, refuse_empty
 from slimectl.chats.request_keys import names
-from slimectl.chats.requests import ChatRequest, shared_fields
+from slimectl.chats.requests import (
+    MOST_TOP,
+    ChatRequest,
+    RequestBody,
+    forced_tool,
+    read_schema,
+    refuse_empty,
+    shared_fields,
+)
 from slimectl.data.token_log_probs import chat_scores
 from slimectl.data.tool_calls import ToolCall
 

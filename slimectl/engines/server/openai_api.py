@@ -8,29 +8,31 @@ from functools import partial
 from aiohttp import web
 
 from slimectl.chats.messages import MessageError
-from slimectl.chats.request_body import MOST_TOP, RequestBody
 from slimectl.chats.requests import (
     DEFAULT_COMPLETION,
     MOST_ANSWERS,
+    MOST_TOP,
     ChatRequest,
     GenerationRequest,
+    RequestBody,
     from_openai,
     read_chat,
     read_completions,
 )
 from slimectl.chats.template import TEMPLATE_SETTING
-from slimectl.data.answers import AnswerFormat, format_of
+from slimectl.data.answers import AnswerFormat, AnswerParser, format_of
 from slimectl.data.chat import render
 from slimectl.data.chat_responses import CHAT, COMPLETION
 from slimectl.data.token_log_probs import TokenLogProb
-from slimectl.data.tool_calls import schema_or_call
+from slimectl.data.tool_calls import CallNotation, schema_or_call
 from slimectl.engines.limits import check_prompt
 from slimectl.engines.server.engine_thread import run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError
 from slimectl.engines.server.log_probs import prompt_log_probs
-from slimectl.engines.server.openai_format import ChatParser, Echo, ResponseFormatter, Shown
+from slimectl.engines.server.openai_format import Echo, ResponseFormatter, Shown
+from slimectl.engines.server.requests import RunningAnswer
 from slimectl.engines.server.schema import read
-from slimectl.engines.server.state import LONG, SERVICE, STREAMED, EventStream, Service, dumped
+from slimectl.engines.server.state import LONG, SERVICE, Service, dumped, stream_answers
 from slimectl.errors import RecordError, SettingsError
 from slimectl.rewards.thoughts import THINK
 from slimectl.types import AllowedTokens, JsonGrammar, Prompt
@@ -44,17 +46,16 @@ async def completions(request: web.Request) -> web.StreamResponse:
     fields = await read(request)
     service.check_ready()
     asks = read_completions(fields, most=MOST_ANSWERS, lowest_max=0 if fields.flag("echo") else 1)
-    ask, shown = asks[0], _shown(fields)
-    specials = fields.flag("add_special_tokens", True)
-    texts = [each.prompt for each in asks if isinstance(each.prompt, str)]
-    encoded = [await service.encoded(text, specials=specials) for text in texts]
-    encoded = encoded or [each.prompt for each in asks if isinstance(each.prompt, list)]
-    prompts = [_truncated(fields, service, tokens) for tokens in encoded]
+    ask, shown, specials = asks[0], _shown(fields), fields.flag("add_special_tokens", True)
     generation = from_openai(fields, ask, default_max=DEFAULT_COMPLETION, interval=service.streaming.interval)
+    given = [each.prompt or [] for each in asks]
+    encoded = [await service.encoded(p, specials=specials) if isinstance(p, str) else p for p in given]
+    prompts = [_truncated(fields, service, tokens) for tokens in encoded]
     scores = await _scores(service, prompts, generation, shown, is_echo_scored=ask.echo and ask.log_probs)
     echoes: list[Echo] = []
     if ask.echo:
-        if not texts or prompts != encoded:
+        texts = [prompt for prompt in given if isinstance(prompt, str)]
+        if len(texts) < len(prompts) or prompts != encoded:
             texts = [service.requests.detokenizers[generation.keep_special].decode(prompt) for prompt in prompts]
         echoes = list(map(Echo, texts, scores if ask.log_probs else [()] * len(prompts)))
     form = ResponseFormatter(COMPLETION, ask, shown, service.requests.vocabulary, echoes=echoes, prompt_scores=scores)
@@ -105,13 +106,13 @@ async def chat(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     fields = await read(request)
     service.check_ready()
-    ask, shown = read_chat(fields), _shown(fields)
-    longest = service.thread.engine.max_context
+    ask, longest = read_chat(fields), service.thread.engine.max_context
     generation = from_openai(fields, ask, default_max=longest, interval=service.streaming.interval)
+    shown = _shown(fields)
     tokens = _truncated(fields, service, await _rendered(fields, service, ask))
-    generation = _with_calls(service, generation, ask)
-    parser = _parser(fields, service, tokens, ask, generation)
-    generation = replace(generation, keep_special=generation.keep_special or (parser is not None and parser.cut_ends))
+    answer_format = format_of(service.served.tokenizer.chat_template)
+    generation = _with_calls(answer_format.notation, generation, ask)
+    parser, generation = _parser(fields, service, tokens, ask, generation, answer_format)
     scores = await _scores(service, [tokens], generation, shown, is_echo_scored=False)
     form = ResponseFormatter(CHAT, ask, shown, service.requests.vocabulary, prompt_scores=scores, parser=parser)
     return await _respond(request, service, fields, [tokens], generation, form)
@@ -154,10 +155,9 @@ def _header(fields: RequestBody, *, is_assistant_last: bool) -> bool | None:
     return has_header if is_explicit or not is_assistant_last else None
 
 
-def _with_calls(service: Service, generation: GenerationRequest, ask: ChatRequest) -> GenerationRequest:
+def _with_calls(notation: CallNotation | None, generation: GenerationRequest, ask: ChatRequest) -> GenerationRequest:
     """Add the grammar of a forced call, or of a call as an alternative to response_format."""
-    notation, schema = format_of(service.served.tokenizer.chat_template).notation, generation.params.grammar
-    tools, forced = ask.tools, ask.forced_tool
+    schema, tools, forced = generation.params.grammar, ask.tools, ask.forced_tool
     if forced is None:
         if not tools or generation.restricted_by != "response_format" or not isinstance(schema, JsonGrammar):
             return generation
@@ -173,11 +173,15 @@ def _with_calls(service: Service, generation: GenerationRequest, ask: ChatReques
 
 
 def _parser(
-    fields: RequestBody, service: Service, tokens: list[int], ask: ChatRequest, generation: GenerationRequest
-) -> ChatParser | None:
-    """Return the parser of the responses to a chat, or None if they are only content."""
+    fields: RequestBody,
+    service: Service,
+    tokens: list[int],
+    ask: ChatRequest,
+    generation: GenerationRequest,
+    answer_format: AnswerFormat,
+) -> tuple[AnswerParser | None, GenerationRequest]:
+    """Return the parser of the responses to a chat, None if they are only content, and the request with its needs."""
     tokenizer = service.served.tokenizer
-    answer_format = format_of(tokenizer.chat_template)
     prompt_end = service.requests.detokenizers[True].decode(tokens[-PROMPT_END:])
     grammar = generation.params.grammar
     if not isinstance(grammar, AllowedTokens | None) and prompt_end.rstrip().endswith(THINK):
@@ -189,10 +193,12 @@ def _parser(
     if not ask.tools:
         answer_format = replace(answer_format, notation=None)
     if answer_format == AnswerFormat():
-        return None
+        return None, generation
     special = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
-    cut_ends = not generation.keep_special and bool(special & set(answer_format.marks))
-    return ChatParser(answer_format, ask.tools, prompt_end, cut_ends, single_call=ask.single_call)
+    ends: set[str] = set()
+    if not generation.keep_special and special & set(answer_format.marks):  # kept for the parser, not for the client
+        ends, generation = special - {"", *answer_format.marks}, replace(generation, keep_special=True)
+    return AnswerParser(answer_format, ask.tools, prompt_end, ends, ask.single_call), generation
 
 
 async def _respond(
@@ -213,21 +219,18 @@ async def _respond(
     rid = fields.text("rid", longest=256) or fields.text("request_id", longest=256) or form.rid
     rids = [rid] if len(prompts) == 1 else [f"{rid}_{i}" for i in range(len(prompts))]
     generations = [(prompt, generation) for prompt in prompts]
-    if not form.ask.stream:
-        with service.requests.ask(generations, rids, rid=rid) as pending:
-            return web.json_response(form.whole(await pending.finished()), dumps=dumped)
-    stream = EventStream(request)
     with service.requests.ask(generations, rids, rid=rid) as pending:
-        try:
-            first_chunks = form.openings(pending.answers)
-            async for answer in pending.growing():
-                chunks = form.deltas(answer)  # before anything is sent, because the response may end in the meantime
-                # Only once there are tokens. Until then, an error can still be sent as an HTTP status.
-                for chunk in (*first_chunks, *chunks):
-                    await stream.send(dumped(chunk))
-                first_chunks = []
-            if form.ask.stream_usage:
-                await stream.send(dumped(form.last_chunk(pending.answers)))
-        except STREAMED as error:
-            await stream.fail(error)
+        if not form.ask.stream:
+            return web.json_response(form.whole(await pending.finished()), dumps=dumped)
+        openings = form.openings(pending.answers)
+
+        def chunks(answer: RunningAnswer) -> list[str]:
+            # The openings only once there are tokens. Until then, an error can still be sent as an HTTP status.
+            values = [*openings, *form.deltas(answer)]
+            openings.clear()
+            return list(map(dumped, values))
+
+        stream = await stream_answers(request, pending, chunks)
+        if form.ask.stream_usage and not stream.failed:
+            await stream.send(dumped(form.last_chunk(pending.answers)))
     return await stream.end()

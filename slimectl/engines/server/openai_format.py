@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from slimectl.chats.requests import ChatRequest
-from slimectl.data.answers import AnswerFormat, ParsedAnswer
+from slimectl.data.answers import AnswerParser, ParsedAnswer
 from slimectl.data.chat_responses import OPENING, ApiKind, assistant_message, call_ids, message_delta, token_usage
 from slimectl.data.token_bytes import TokenBytes
 from slimectl.data.token_log_probs import (
@@ -43,28 +43,6 @@ class Shown:
     """Whether every chunk of a stream has the token counts so far."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatParser:
-    """Splits the responses to one chat into content, reasoning and tool calls."""
-
-    format: AnswerFormat
-    tools: Sequence[Mapping[str, Any]]
-    prompt: str
-    """The end of the rendered chat."""
-    cut_ends: bool
-    """Whether the text has special tokens only for the parser, so that the end token must be removed."""
-    single_call: bool = False
-    """Whether a response keeps only its first call."""
-
-    def parts(self, answer: RunningAnswer, vocabulary: TokenBytes) -> ParsedAnswer:
-        """Return the parts of a response. While it runs, only the parts that can no longer change."""
-        complete, text = answer.done, answer.text()
-        for token in answer.sequence.end_tokens if self.cut_ends else ():
-            text = text.removesuffix(vocabulary.text(token))
-        parts = self.format.parse(text, self.tools, prompt=self.prompt, complete=complete)
-        return replace(parts, tool_calls=parts.tool_calls[:1]) if self.single_call else parts
-
-
 NO_PARTS = ParsedAnswer("")
 UNFINISHED_CHOICE: Mapping[str, Any] = {"logprobs": None, "finish_reason": None}
 
@@ -85,7 +63,7 @@ class ResponseFormatter:
         *,
         echoes: Sequence[Echo] = (),
         prompt_scores: Sequence[Sequence[TokenLogProb]] = (),
-        parser: ChatParser | None = None,
+        parser: AnswerParser | None = None,
     ) -> None:
         self.rid = f"{kind.prefix}-{ask.identity}"
         self._kind = kind
@@ -129,7 +107,7 @@ class ResponseFormatter:
 
     def _parts(self, answer: RunningAnswer) -> ParsedAnswer:
         parser = self._parser
-        return ParsedAnswer(answer.text()) if parser is None else parser.parts(answer, self._vocabulary)
+        return ParsedAnswer(answer.text()) if parser is None else parser.parse(answer.text(), complete=answer.done)
 
     def openings(self, answers: list[RunningAnswer]) -> list[dict[str, Any]]:
         """Return the first chunks of a stream: the role in a chat, or the prompt in a completion with echo."""
