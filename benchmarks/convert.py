@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slimectl.stages.convert import ConvertOptions
+from slimectl.data.convert_options import ConvertOptions
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

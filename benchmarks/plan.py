@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,8 @@ def measured(trial: Trial) -> int:
 
     from slimectl.checkpoints.hf import HFCheckpoint
     from slimectl.policies.lora import LoraOptions
-    from slimectl.policies.optimizer import OptimizerOptions
+    from slimectl.policies.options import TrainerOptions
+    from slimectl.policies.recompute import Recompute
     from slimectl.settings.train import TrainSettings
     from slimectl.types import TrainingSample
 
@@ -147,22 +148,21 @@ def measured(trial: Trial) -> int:
         TrainingSample(tokens_of(case, g), response, [1.0 / response] * response, group=g, images=images_of(trial, g))
         for g in range(2 * case.sequences)
     ]
-    options: dict[str, Any] = {
-        "optimizer": OptimizerOptions(lr=1e-6),
-        "max_tokens_per_pack": case.length * case.sequences,
-        "dtype": trial.dtype,
-        "freeze_vision_tower": case.freezes_tower,
-    }
-    maker, critic_maker = makers_of(trial, options)
+    maker, critic_maker = makers_of(trial)
     torch.nn.functional.linear(torch.ones(64, 64, requires_grad=True), torch.ones(64, 64)).sum().backward()
     before = resident()
+    lora = None
     if case.lora_rank is not None:
-        options["lora"] = LoraOptions(case.lora_rank, 2.0 * case.lora_rank, TrainSettings().lora_targets)
-    policy = maker(Path(trial.model), HFCheckpoint(), **options)
+        lora = LoraOptions(case.lora_rank, 2.0 * case.lora_rank, TrainSettings().lora_targets)
+    options = TrainerOptions(
+        max_tokens_per_pack=case.length * case.sequences, dtype=trial.dtype, freeze_vision_tower=case.freezes_tower,
+        recompute=Recompute(trial.recompute), lora=lora,
+    )  # fmt: skip
+    policy = maker(Path(trial.model), HFCheckpoint(), options)
     learners, reference = [policy], None
     if case.ppo:
-        learners = [critic_maker(Path(trial.model), HFCheckpoint(), **options), policy]
-        reference = maker(Path(trial.model), HFCheckpoint(), **options, trains=False)
+        learners = [critic_maker(Path(trial.model), HFCheckpoint(), options), policy]
+        reference = maker(Path(trial.model), HFCheckpoint(), replace(options, trains=False))
     Path("/proc/self/clear_refs").write_text("5")  # the peak of the steps, not of reading the checkpoint
     for _ in range(2):
         if reference is not None:
@@ -204,11 +204,8 @@ def images_of(trial: Trial, group: int) -> list[dict[str, str]]:
     return [image]
 
 
-def makers_of(trial: Trial, options: dict[str, Any]) -> tuple[Any, Any]:
-    """The classes of policy and critic, their libraries loaded; their own options are added."""
-    from slimectl.policies.recompute import Recompute
-
-    options["recompute"] = Recompute(trial.recompute)
+def makers_of(trial: Trial) -> tuple[Any, Any]:
+    """The classes of policy and critic, their libraries loaded."""
     if trial.policy == "fsdp":
         import transformers.models.auto.modeling_auto  # noqa: F401
 

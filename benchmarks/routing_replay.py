@@ -33,6 +33,7 @@ from slimectl.data.routed_experts import decoded
 from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.types import SamplingParams, TokenBatch, TrainingSample
 
 SHAPE: dict[str, Any] = {
@@ -67,7 +68,7 @@ def word(draw: Random) -> bytes:
 def trained(folder: Path, *, steps: int, seed: int) -> None:
     """Teach the model in a folder to spell words backwards; its weights are replaced."""
     draw = Random(seed)
-    policy = FsdpPolicy(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=2e-3))
+    policy = FsdpPolicy(folder, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=2e-3)))
     for _ in range(steps):
         rows = []
         for _ in range(32):
@@ -112,7 +113,7 @@ def sampled(folder: Path, *, dtype: str, moved: float, seed: int) -> list[Traini
 
 
 def differences(folder: Path, rows: Sequence[TrainingSample], *, replay: bool) -> np.ndarray:
-    policy = FsdpPolicy(folder, HFCheckpoint(), optimizer=OptimizerOptions(), rollout_routing_replay=replay)
+    policy = FsdpPolicy(folder, HFCheckpoint(), TrainerOptions(rollout_routing_replay=replay))
     pairs = zip(policy.log_probs(rows), rows, strict=True)
     return np.abs(np.concatenate([np.array(found) - np.array(row.rollout_log_probs) for found, row in pairs]))
 

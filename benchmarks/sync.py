@@ -52,6 +52,7 @@ from slimectl.engines.weight_sync.memory import TensorSync
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.protocols import NamedTensors, WeightSync
 from slimectl.types import Metrics, TrainingSample
 
@@ -183,7 +184,7 @@ def main() -> None:
                 of_server = replace(of_server, log=folder / f"{spec.name}.log")
                 servers[spec.name] = sglang_server(spec, of_server, python=options.sglang)
         lora = LoraOptions(options.lora, 2.0 * options.lora, LINEAR) if options.lora else None
-        policy = FsdpPolicy(model, HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-6), lora=lora)
+        policy = FsdpPolicy(model, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=1e-6), lora=lora))
         size = sum(tensor.numel() for _, tensor in policy.weights()) * dtype.itemsize
         embedded = EmbeddedEngine(
             AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model), EngineOptions(dtype=dtype)

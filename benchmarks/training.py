@@ -43,6 +43,7 @@ from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.lm_head import CHUNK_LOGITS
 from slimectl.policies.onednn_linear import ROWS, add_product, is_faster, product
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.policies.pack_layout import lay_out
 from slimectl.runtime.process_memory import keep_freed_memory
 from slimectl.types import TrainingSample
@@ -80,8 +81,8 @@ def drawn_rows(options: argparse.Namespace, vocabulary: int) -> list[TrainingSam
 
 
 def own_step(name: str, model: Path, rows: list[TrainingSample], dtype: str, max_tokens: int) -> Step:
-    options = {"optimizer": OptimizerOptions(lr=0.0), "dtype": dtype, "max_tokens_per_pack": max_tokens}
-    policy = _policy(name)(model, HFCheckpoint(), **options)
+    options = TrainerOptions(optimizer=OptimizerOptions(lr=0.0), dtype=dtype, max_tokens_per_pack=max_tokens)
+    policy = _policy(name)(model, HFCheckpoint(), options)
     for row, logprobs in zip(rows, policy.log_probs(rows), strict=True):
         row.old_log_probs = logprobs
 

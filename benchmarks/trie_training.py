@@ -38,6 +38,7 @@ from slimectl.algorithms.prefix_trie import build_tries
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.types import Completion, Sample, SamplingParams, Status, TrainingSample
 
 CASES = ("siblings", "branches", "turns", "forks", "debate")
@@ -165,10 +166,11 @@ def new_trainer(options: argparse.Namespace, name: str, *, share: bool) -> Any:
     kind: Any = FsdpPolicy
     if name == "megatron":
         from slimectl.policies.megatron.policy import MegatronPolicy as kind
-    return kind(
-        options.model, HFCheckpoint(), optimizer=OptimizerOptions(lr=0.0, weight_decay=0.0, clip_grad=1e9),
-        dtype=options.dtype, max_tokens_per_pack=options.max_tokens, share_prefixes=share,
+    trainer_options = TrainerOptions(
+        optimizer=OptimizerOptions(lr=0.0, weight_decay=0.0, clip_grad=1e9), dtype=options.dtype,
+        max_tokens_per_pack=options.max_tokens, share_prefixes=share,
     )  # fmt: skip
+    return kind(options.model, HFCheckpoint(), trainer_options)
 
 
 def gradients(trainer: Any) -> Iterator[Tensor]:

@@ -14,10 +14,10 @@ import pytest
 
 from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.hf_weights import shards
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.errors import CheckpointError
 from slimectl.policies.checkpoint import copy_companions
 from slimectl.runtime.builders import model_folder
-from slimectl.stages.convert import ConvertOptions
 from slimectl.system.model_files import (
     MAX_CONFIG_BYTES,
     check_model_files,

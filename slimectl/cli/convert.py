@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from slimectl.cli.options import CommonOptions, with_options
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.errors import SettingsError
-from slimectl.stages.convert import ConvertOptions
 from slimectl.system import stdio
 
 
@@ -58,7 +58,7 @@ def convert(
 
 def _convert_dump(source: Path, target: Path, *, unpickle: bool, force: bool, dry_run: bool) -> None:
     """Write the samples of slime's rollout dump as records."""
-    from slimectl.cli.output import write_out
+    from slimectl.cli.output import StageOutput
     from slimectl.data.hashing import content_hash
     from slimectl.data.manifest import Manifest
     from slimectl.migrate.slime_dumps import slime_samples
@@ -82,5 +82,5 @@ def _convert_dump(source: Path, target: Path, *, unpickle: bool, force: bool, dr
         stdio.emit(f"{source} -> {target} (samples)")
         return
     manifest = Manifest("convert", {}, {str(source): content_hash(source)})
-    counts = write_out(slime_samples(source), str(target), manifest, [str(source)])
+    counts = StageOutput(str(target), manifest, [str(source)]).write(slime_samples(source))
     stdio.note(f"{target}: {stdio.quantity(counts['out'], 'sample')}")

@@ -78,7 +78,7 @@ def evaluate(
 
 def _measure(settings: Settings, out: str | None) -> Evaluation:
     """Evaluate every dataset and return the evaluation. Graded samples are written to `out`, if it is set."""
-    from slimectl.cli.output import print_summary, up_to_date, write_out
+    from slimectl.cli.output import print_summary, up_to_date
     from slimectl.cli.progress import ProgressBar, loaded
     from slimectl.data.streams import tee
     from slimectl.runtime import builders
@@ -101,9 +101,9 @@ def _measure(settings: Settings, out: str | None) -> Evaluation:
                 pass
         else:
             inputs = [*settings.eval.sources.values(), str(folder)]
-            manifest = up_to_date("eval", settings, inputs, out, force=True)
-            assert manifest is not None
-            counts = write_out(samples, out, manifest, inputs)
+            output = up_to_date("eval", settings, inputs, out, force=True)
+            assert output is not None
+            counts = output.write(samples)
     if out is not None:
         print_summary(counts, {})
     return evaluation

@@ -151,10 +151,11 @@ def _recorded_model(path: Path) -> str:
 def _samples(path: Path, tokenizer: Any, settings: Settings) -> Iterator[Sample]:
     from slimectl.runtime import builders
     from slimectl.settings.algorithm import Sft
+    from slimectl.stages.recorded_rounds import SampleFiles
 
     if settings.algorithm.trains_on == "rollouts":
         settings = settings.model_copy(update={"algorithm": Sft()})
-    rows = builders.training_samples(settings, [str(path)], tokenizer, on_error="stop", report=lambda error: None)
+    rows = builders.training_samples(settings, SampleFiles([str(path)]), tokenizer)
     return (sample for _, sample in rows)
 
 

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ class TextOutput:
             self.write("\n")
 
 
-def up_to_date(stage: str, settings: Settings, inputs: list[str], out: str, force: bool) -> Manifest | None:
-    """Return the manifest of the output. If `out` was made from the same inputs and settings, log this, return None."""
+def up_to_date(stage: str, settings: Settings, inputs: list[str], out: str, force: bool) -> StageOutput | None:
+    """Return the output of a stage. If it was made from the same inputs and settings, log this, return None."""
     named = {*inputs, *_hook_files(settings)}
     pipes = {name for name in named if is_pipe(name)}
     files = {name: Path(split_slice(name)[0]) for name in sorted(named - pipes)}
@@ -61,19 +62,7 @@ def up_to_date(stage: str, settings: Settings, inputs: list[str], out: str, forc
     if out != "-" and not force and all_hashed and manifest.unchanged(Path(out)):
         stdio.note(f"{out}: is up to date with these inputs and settings. Use --force to write it again.")
         return None
-    return manifest
-
-
-def refuse_other_inputs(out: str, manifest: Manifest, data: list[str]) -> None:
-    """Raise SettingsError if `out` is a file that was not made from inputs with these names, and would be replaced."""
-    path = Path(out)
-    if out == "-" or not path.is_file() or not path.stat().st_size:
-        return
-    same, made = manifest.same_inputs(path), is_manifest(manifest_path(path))
-    if made and same:
-        return
-    reason = f"was made from inputs other than {', '.join(data)}" if made else "exists, but no stage wrote it"
-    raise SettingsError(f"{out}: {reason}. Give another --out FILE, or --force to replace it.")
+    return StageOutput(out, manifest, inputs)
 
 
 def _hook_files(settings: Settings) -> list[str]:
@@ -88,67 +77,88 @@ def _hook_files(settings: Settings) -> list[str]:
     return [path for path in paths if path.endswith(".py")] + scripts
 
 
-def write_out(samples: Iterable[Sample], out: str, manifest: Manifest, inputs: list[str]) -> Counter[str]:
-    """Write samples as they arrive. Return their counts by status."""
-    counts: Counter[str] = Counter()
-    with JsonlWriter(out) as writer:
-        for sample in samples:
-            writer.write(sample)
-            counts["out"] += 1
-            counts[str(sample.status)] += 1
-        if not counts:
-            raise RecordError(
-                f"{', '.join(inputs) or '<stdin>'}: no samples. Look at the messages of the stage that wrote them."
-            )
-    if not is_pipe(out):
-        manifest.write(Path(out), counts=dict(counts), parents=inputs)
-    return counts
+@dataclass(frozen=True)
+class StageOutput:
+    """Where the samples of a stage go, its manifest, and the names of the inputs."""
 
+    out: str
+    manifest: Manifest
+    inputs: list[str]
 
-def write_resumable(
-    process: Callable[[Iterator[Sample]], Iterable[Sample]],
-    read: Iterable[Sample],
-    out: str,
-    manifest: Manifest,
-    inputs: list[str],
-    *,
-    on_sample: Callable[[Sample], None],
-    on_gap: Callable[[], None] | None = None,
-    force: bool,
-    whole_groups: bool,
-) -> Counter[str]:
-    """Write the samples that `process` returns, in order, like `write_out`, but keep the output if interrupted.
+    def refuse_other_inputs(self) -> None:
+        """Raise SettingsError if a file that was not made from inputs with these names would be replaced."""
+        path = Path(self.out)
+        if self.out == "-" or not path.is_file() or not path.stat().st_size:
+            return
+        same, made = self.manifest.same_inputs(path), is_manifest(manifest_path(path))
+        if made and same:
+            return
+        names = ", ".join(self.inputs)
+        reason = f"was made from inputs other than {names}" if made else "exists, but no stage wrote it"
+        raise SettingsError(f"{self.out}: {reason}. Give another --out FILE, or --force to replace it.")
 
-    A restart with the same inputs and settings continues after the last sample (or the last complete group).
-    `on_sample` gets every sample, including samples of the earlier attempt. If `process` may drop samples, `on_gap` is
-    called for each that the earlier attempt dropped.
-    """
-    counts: Counter[str] = Counter()
-    with ResumableOutput(out, manifest) as partial:
-        if force:
-            partial.drop()
-        remaining = iter(read)
-        for sample in partial.done(whole_groups=whole_groups):
-            _skip_done(sample, remaining, on_gap)
-            on_sample(sample)
-            counts.update(("out", str(sample.status)))
-        if partial.count:
-            stdio.note(f"{out}: continuing after {stdio.quantity(partial.count, 'sample')} of an interrupted attempt.")
-        try:
-            for sample in process(remaining):
-                on_sample(sample)
-                partial.write(sample)
+    def write(self, samples: Iterable[Sample]) -> Counter[str]:
+        """Write samples as they arrive. Return their counts by status."""
+        counts: Counter[str] = Counter()
+        with JsonlWriter(self.out) as writer:
+            for sample in samples:
+                writer.write(sample)
                 counts.update(("out", str(sample.status)))
-        except BaseException:
+            self._refuse_none(counts)
+        if not is_pipe(self.out):
+            self._sign(counts)
+        return counts
+
+    def write_resumable(
+        self,
+        process: Callable[[Iterator[Sample]], Iterable[Sample]],
+        read: Iterable[Sample],
+        *,
+        on_sample: Callable[[Sample], None],
+        on_gap: Callable[[], None] | None = None,
+        force: bool,
+        whole_groups: bool,
+    ) -> Counter[str]:
+        """Write the samples that `process` returns, in order, like `write`, but keep the output if interrupted.
+
+        A restart with the same inputs and settings continues after the last sample (or the last complete group).
+        `on_sample` gets every sample, including samples of the earlier attempt. If `process` may drop samples, `on_gap`
+        is called for each that the earlier attempt dropped.
+        """
+        counts: Counter[str] = Counter()
+        with ResumableOutput(self.out, self.manifest) as partial:
+            if force:
+                partial.drop()
+            remaining = iter(read)
+            for sample in partial.done(whole_groups=whole_groups):
+                _skip_done(sample, remaining, on_gap)
+                on_sample(sample)
+                counts.update(("out", str(sample.status)))
             if partial.count:
-                kept = stdio.quantity(partial.count, "sample")
-                stdio.note(f"{partial.path}: keeping {kept}. Run the same command again to continue.")
-            raise
+                samples = stdio.quantity(partial.count, "sample")
+                stdio.note(f"{self.out}: continuing after {samples} of an interrupted attempt.")
+            try:
+                for sample in process(remaining):
+                    on_sample(sample)
+                    partial.write(sample)
+                    counts.update(("out", str(sample.status)))
+            except BaseException:
+                if partial.count:
+                    kept = stdio.quantity(partial.count, "sample")
+                    stdio.note(f"{partial.path}: keeping {kept}. Run the same command again to continue.")
+                raise
+            self._refuse_none(counts)
+            partial.commit()
+        self._sign(counts)
+        return counts
+
+    def _refuse_none(self, counts: Counter[str]) -> None:
         if not counts:
-            raise RecordError(f"{', '.join(inputs)}: no samples. Look at the messages of the stage that wrote them.")
-        partial.commit()
-    manifest.write(Path(out), counts=dict(counts), parents=inputs)
-    return counts
+            names = ", ".join(self.inputs) or "<stdin>"
+            raise RecordError(f"{names}: no samples. Look at the messages of the stage that wrote them.")
+
+    def _sign(self, counts: Counter[str]) -> None:
+        self.manifest.write(Path(self.out), counts=dict(counts), parents=self.inputs)
 
 
 def _skip_done(done: Sample, samples: Iterator[Sample], on_gap: Callable[[], None] | None) -> None:

@@ -46,7 +46,7 @@ def rollout(
         print_preflight(resolution, "model", "data", "engine", "hooks")
         return
     needs_destination(options.out)
-    from slimectl.cli.output import print_summary, refuse_other_inputs, up_to_date, write_out
+    from slimectl.cli.output import print_summary, up_to_date
     from slimectl.cli.progress import ProgressBar, line_count, loaded
     from slimectl.data.streams import tee
     from slimectl.hooks import check_hooks
@@ -64,11 +64,11 @@ def rollout(
     if source is None:
         builders.check_images(settings, settings.rollout.data, servers=settings.stage_uses_servers)
     inputs = [*settings.rollout.data, str(folder)]
-    manifest = up_to_date("rollout", settings, inputs, options.out, options.force)
-    if manifest is None:
+    output = up_to_date("rollout", settings, inputs, options.out, options.force)
+    if output is None:
         return
     if not options.force:
-        refuse_other_inputs(options.out, manifest, inputs)
+        output.refuse_other_inputs()
     lines = None if source is not None else line_count(settings.rollout.data)
     total = lines and lines * settings.rollout.n_samples_per_prompt * epochs
     with (
@@ -83,6 +83,6 @@ def rollout(
             failures.add(sample)
 
         samples = sampler.rollout(prompts, source=source, on_skipped=lambda p: too_long.append(p.index))
-        counts = write_out(tee(samples, advance), options.out, manifest, inputs)
+        counts = output.write(tee(samples, advance))
     print_summary(counts, {"prompts skipped": len(too_long)} if too_long else {}, failures)
     failures.check(settings.rollout, str(failures))

@@ -12,9 +12,9 @@ from slimectl.system import stdio
 from slimectl.types import Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
-    from slimectl.data.manifest import Manifest
+    from slimectl.cli.output import StageOutput
     from slimectl.data.skip_counts import SkippedLines
     from slimectl.settings import Settings
     from slimectl.types import Sample
@@ -81,17 +81,11 @@ def score(
         skipped.report()
         return
     builders.reward(settings)
-    manifest = up_to_date("score", settings, input_files(options), out, options.force or "-" in paths)
-    if manifest is None:
+    output = up_to_date("score", settings, input_files(options), out, options.force or "-" in paths)
+    if output is None:
         return
-    from slimectl.cli.progress import ProgressBar, line_count
-
     try:
-        with ProgressBar("samples", total=line_count(paths)) as progress:
-            _grade_samples(
-                read, options, settings, manifest,
-                reference=reference, lines=lines, skipped=skipped, on_sample=progress.advance,
-            )  # fmt: skip
+        _grade_samples(read, options, settings, output, reference=reference, lines=lines, skipped=skipped)
     finally:
         skipped.report()
 
@@ -104,17 +98,17 @@ def _grade_samples(
     read: Iterator[Sample],
     options: CommonOptions,
     settings: Settings,
-    manifest: Manifest,
+    output: StageOutput,
     *,
     reference: str | None,
     lines: bool,
     skipped: SkippedLines,
-    on_sample: Callable[[], None],
 ) -> None:
     """Grade samples and write them to --out with a summary, or print one line per sample to the terminal."""
     from collections import Counter
 
-    from slimectl.cli.output import print_summary, write_out, write_resumable
+    from slimectl.cli.output import print_summary
+    from slimectl.cli.progress import ProgressBar, line_count
     from slimectl.data.io import is_pipe
     from slimectl.data.resumable import can_be_resumable
     from slimectl.data.skip_counts import locate
@@ -124,7 +118,6 @@ def _grade_samples(
     from slimectl.runtime.stage_functions import score as stage
     from slimectl.stages.score import reward_number
 
-    inputs, out, force = input_files(options), options.out, options.force
     skips = options.on_error == "skip"
     reward = builders.reward(settings)
     frozen = builders.frozen(settings, builders.model_folder(reference, setting="--reference")) if reference else None
@@ -133,7 +126,7 @@ def _grade_samples(
     late = Counter[str]()
 
     def count(sample: Sample) -> None:
-        on_sample()
+        progress.advance()
         skipped.pass_line()
         late["over the time limit"] += "reward_error" in sample.metadata
         late["without a reward"] += sample.has_no_reward
@@ -148,18 +141,19 @@ def _grade_samples(
         except RecordError as error:  # raised for the sample after the last one
             raise locate(error, skipped.pass_line()) from error
 
-    if lines:
-        _print_reasons(tee(graded(read), count), settings.score.reward_key)
-        return
-    # A reference model is not part of the settings that identify an interrupted output.
-    is_repeatable = not any(map(is_pipe, options.sample_paths))
-    if is_repeatable and reference is None and can_be_resumable(out):
-        groups, on_gap = settings.score.group_rm, skipped.add_earlier if skips else None
-        counts = write_resumable(
-            graded, read, out, manifest, inputs, on_sample=count, on_gap=on_gap, force=force, whole_groups=groups
-        )
-    else:
-        counts = write_out(tee(graded(read), count), out, manifest, inputs)
+    with ProgressBar("samples", total=line_count(options.sample_paths)) as progress:
+        if lines:
+            _print_reasons(tee(graded(read), count), settings.score.reward_key)
+            return
+        # A reference model is not part of the settings that identify an interrupted output.
+        is_repeatable = not any(map(is_pipe, options.sample_paths))
+        if is_repeatable and reference is None and can_be_resumable(output.out):
+            counts = output.write_resumable(
+                graded, read, on_sample=count, on_gap=skipped.add_earlier if skips else None,
+                force=options.force, whole_groups=settings.score.group_rm,
+            )  # fmt: skip
+        else:
+            counts = output.write(tee(graded(read), count))
     if settings.score.explain:
         for line in reasons.lines():
             stdio.note(line)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from slimectl.cli.progress import ProgressBar
     from slimectl.runtime.model_functions import Trainer
     from slimectl.settings import Resolved, Settings
-    from slimectl.stages.recorded_rounds import Numbered
+    from slimectl.stages.recorded_rounds import Numbered, SampleFiles
     from slimectl.stages.signal import SignalCount
     from slimectl.types import Prompt
 
@@ -133,6 +132,7 @@ def _train_in_folder(
     from slimectl.data.ownership import read_manifest
     from slimectl.recipes import Recipe
     from slimectl.runtime.rounds import RecordedRounds
+    from slimectl.stages.recorded_rounds import SampleFiles
 
     settings = resolution.settings
     if load is not None:
@@ -144,10 +144,10 @@ def _train_in_folder(
     paths = options.sample_paths if options.samples or resumed is None else settings.rollout.data
     skipped = SkippedLines(joined_name(paths), stdio.logger.warning)
     before = {} if resumed is None else read_manifest(resumed.folder) or {}
-    on_error: Literal["stop", "skip"] = "skip" if "skip" in (options.on_error, before.get("on_error")) else "stop"
-    rounds = RecordedRounds(settings, paths, on_error, skipped.add_bad_line, skipped.count_line)
+    skips = "skip" in (options.on_error, before.get("on_error"))
+    files = SampleFiles(paths, skipped.add_bad_line if skips else None, skipped.count_line)
     try:
-        run_to_end(resolution, options, Recipe(None, {}), resumed, rounds=rounds)
+        run_to_end(resolution, options, Recipe(None, {}), resumed, rounds=RecordedRounds(settings, files))
     finally:
         skipped.report()
 
@@ -160,47 +160,38 @@ def _train_once(options: CommonOptions, settings: Settings, *, save: Path | None
     from slimectl.data.jsonl import joined_name
     from slimectl.runtime import builders
     from slimectl.runtime.rounds import warn_of_other_model
+    from slimectl.stages.recorded_rounds import SampleFiles
     from slimectl.types import Prompt
 
     paths, force = options.sample_paths, options.force
     folder = builders.model_folder(settings.model.path, verify=settings.model.verify)
     inputs = [*(path for path in paths if path != "-"), str(folder)]
-    manifest = up_to_date("train", settings, inputs, str(save or "-"), force or "-" in paths)
-    if manifest is None:
+    output = up_to_date("train", settings, inputs, str(save or "-"), force or "-" in paths)
+    if output is None:
         return
     warn_of_other_model(settings, paths, folder)
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"num_epoch": None})})  # one pass
-    on_error: Literal["stop", "skip"] = "skip" if options.on_error == "skip" else "stop"
-    rollouts = _scheduled_rollouts(settings, paths, folder, on_error, resumes=load is not None)
-    tokenizer = builders.tokenizer(folder)
     skipped, too_long = SkippedLines(joined_name(paths), stdio.logger.warning), list[Prompt]()
-    stream = builders.training_samples(
-        settings,
-        paths,
-        tokenizer,
-        on_error=on_error,
-        report=skipped.add_bad_line,
-        on_line=skipped.add_line,
-        context=builders.context_length(settings, folder),
-        on_skipped=too_long.append,
-    )
-    signed = partial(manifest.signed, parents=inputs)
+    files = SampleFiles(paths, skipped.add_bad_line if options.on_error == "skip" else None, skipped.add_line)
+    rollouts = _scheduled_rollouts(settings, files, folder, resumes=load is not None)
+    tokenizer, context = builders.tokenizer(folder), builders.context_length(settings, folder)
+    stream = builders.training_samples(settings, files, tokenizer, context=context, on_skipped=too_long.append)
+
+    def make() -> Trainer:
+        from slimectl.runtime.model_functions import Trainer
+
+        return Trainer(settings, folder, load=load, rollouts=rollouts)
+
+    def finish(trainer: Trainer, steps: int) -> None:
+        if save is not None:
+            trainer.save(save, force=True, manifest_fields=output.manifest.signed({"steps": steps}, parents=inputs))
+
     if save is not None:
         refuse_existing(save, force=force)
     try:
         # Lock the folder during training, so that another writer is refused before it starts its work.
         with writing(save) if save is not None else nullcontext():
-            steps, signal = _train_steps(
-                stream,
-                settings,
-                folder,
-                load=load,
-                save=save,
-                signed=signed,
-                too_long=too_long,
-                total=line_count(paths),
-                rollouts=rollouts,
-            )
+            steps, signal = _train_steps(stream, settings, make, finish, too_long, total=line_count(paths))
     finally:
         skipped.report()
     if not signal.rounds:
@@ -212,9 +203,7 @@ def _train_once(options: CommonOptions, settings: Settings, *, save: Path | None
     _warn_without_signal(signal, settings, "SAMPLES" if "-" in paths else shlex.join(paths))
 
 
-def _scheduled_rollouts(
-    settings: Settings, paths: list[str], folder: Path, on_error: Literal["stop", "skip"], *, resumes: bool
-) -> int | None:
+def _scheduled_rollouts(settings: Settings, files: SampleFiles, folder: Path, *, resumes: bool) -> int | None:
     """Return the number of rollouts in the files if the learning rate depends on it, else None.
 
     Raises SettingsError for samples that cannot be counted in advance, and if the training `resumes` a checkpoint.
@@ -225,13 +214,13 @@ def _scheduled_rollouts(
     setting = settings.train.needs_total_steps
     if not setting or settings.run.num_rollout:
         return None
-    pipe = next(filter(is_pipe, paths), None)
+    pipe = next(filter(is_pipe, files.paths), None)
     if pipe is not None or resumes:
         where = "the steps of a checkpoint (--load)" if resumes else f"the steps of a pipe ({pipe})"
         raise SettingsError(
             f"{setting} depends on the number of steps, but {where} cannot be counted. Set train.lr_decay_iters."
         )
-    return RecordedRounds(settings, paths, on_error).scheduled_rollouts(folder)
+    return RecordedRounds(settings, files).scheduled_rollouts(folder)
 
 
 def _warn_without_signal(signal: SignalCount, settings: Settings, samples: str) -> None:
@@ -263,25 +252,21 @@ def _loaded_trainer(make: Callable[[], Trainer], progress: ProgressBar, total: i
 def _train_steps(
     stream: Iterator[Numbered],
     settings: Settings,
-    folder: Path,
-    *,
-    load: Path | None,
-    save: Path | None,
-    signed: Callable[[dict[str, int]], Any],
+    make: Callable[[], Trainer],
+    finish: Callable[[Trainer, int], None],
     too_long: list[Prompt],
+    *,
     total: int | None,
-    rollouts: int | None,
 ) -> tuple[int, SignalCount]:
-    """Train with a record per step on stdout (on a terminal a row of a table), and write the weights to `save`.
+    """Train with a record per step on stdout (on a terminal a row of a table), then `finish` with the number of steps.
 
-    `total` is the number of samples, if known. `rollouts` is the number of rollouts after which a schedule ends.
-    Returns the number of steps, and the count of rounds with and without signal.
+    `total` is the number of samples, if known. Returns the number of steps, and the count of rounds with and without
+    signal.
     """
     import json
 
     from slimectl.cli.progress import ProgressBar
     from slimectl.runtime import builders
-    from slimectl.runtime.model_functions import Trainer
 
     steps, counted, read = 0, 0, 0
 
@@ -294,7 +279,7 @@ def _train_steps(
     rows = builders.step_table() if stdio.is_terminal() else lambda report: [json.dumps(report.to_json())]
     with (
         ProgressBar("samples") as progress,
-        _loaded_trainer(lambda: Trainer(settings, folder, load=load, rollouts=rollouts), progress, total) as trainer,
+        _loaded_trainer(make, progress, total) as trainer,
     ):
         for report in trainer.train(samples(), progress=progress):
             if len(too_long) > counted:
@@ -307,7 +292,7 @@ def _train_steps(
                 progress.reach(read)
             if report.last_step_of_round and _stops(trainer.state.signal, settings):
                 break
-        if trainer.state.rollout_id and save is not None:
+        if trainer.state.rollout_id:
             with progress.phase("saving"):
-                trainer.save(save, force=True, manifest_fields=signed({"steps": steps}))
+                finish(trainer, steps)
     return steps, trainer.state.signal

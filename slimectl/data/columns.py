@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slimectl.chats.messages import content_text, from_json
 from slimectl.data.checks import a_chat, shown
@@ -13,6 +13,9 @@ from slimectl.data.prompt_images import OTHER_MEDIA
 from slimectl.errors import RecordError
 from slimectl.system.stdio import logger
 from slimectl.types import Chat, text_of_label
+
+if TYPE_CHECKING:
+    from slimectl.data.sources import NamedTables
 
 INPUT_KEY, LABEL_KEY, IMAGE_KEY = "prompt", "label", "images"
 ANSWERS = (
@@ -53,14 +56,34 @@ _announced: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True)
-class ColumnKeys:
-    """Column names of a row. A dotted name is a path into objects: `reward_model.ground_truth`."""
+class PromptOptions:
+    """Which rows of prompt sources are read, in which order, and from which columns.
 
-    input: str
-    label: str
-    metadata: str
-    tool: str
-    image: str = IMAGE_KEY
+    A dotted column name is a path into objects: `reward_model.ground_truth`. With the default names, rows of other
+    published formats are recognized.
+    """
+
+    input_key: str = INPUT_KEY
+    label_key: str = LABEL_KEY
+    metadata_key: str = "metadata"
+    tool_key: str = "tools"
+    image_key: str = IMAGE_KEY
+    reads_images: bool = False
+    """Whether every image mark in a text needs an image in the row, because the model reads images."""
+    demonstrations: bool = False
+    """Whether chats stay whole, including the assistant's responses."""
+    shuffle_seed: int | None = None
+    """Shuffles each epoch differently. Only positions are held in memory."""
+    weights: Sequence[float] | None = None
+    """One per source: each prompt comes from a source drawn by weight with `mix_seed`. Every source repeats its rows
+    endlessly. An epoch has as many prompts as all sources have rows."""
+    mix_seed: int = 0
+    epochs: int | None = 1
+    """None: endlessly."""
+    start: int = 0
+    """Number of the first prompt. The prompt at occurrence `i` does not depend on it."""
+    named: NamedTables | None = None
+    """Opens sources by their names in the settings."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +113,13 @@ def column(row: Mapping[str, Any], key: str) -> Any:
     return column(row[head], rest) if isinstance(row.get(head), dict) else None
 
 
-def read_columns(row: Mapping[str, Any], keys: ColumnKeys, location: str, *, demonstration: bool) -> Columns:
-    """Return prompt and label of a row, from the columns in `keys` or from a known format.
+def read_columns(row: Mapping[str, Any], options: PromptOptions, location: str) -> Columns:
+    """Return prompt and label of a row, from the columns in `options` or from a known format.
 
-    In a `demonstration` a chat stays whole. Otherwise its last assistant turn is the label. Raises RecordError if a
+    In demonstrations a chat stays whole. Otherwise its last assistant turn is the label. Raises RecordError if a
     column given in the settings is missing, or if the format is unknown.
     """
-    columns = _read_columns(row, keys, location, demonstration=demonstration)
+    columns = _read_columns(row, options, location)
     return with_context(row, columns, location)
 
 
@@ -136,24 +159,25 @@ def _history(value: Any, location: str) -> Chat:
     )
 
 
-def _read_columns(row: Mapping[str, Any], keys: ColumnKeys, location: str, *, demonstration: bool) -> Columns:
-    label_key = _label_key(row, keys, location, IMITATED if demonstration else ANSWERS)
-    if has_column(row, keys.input):
-        text = as_messages(column(row, keys.input), f"{location}: {keys.input}")
-        if keys.input == INPUT_KEY and label_key == "completion":
+def _read_columns(row: Mapping[str, Any], options: PromptOptions, location: str) -> Columns:
+    demonstration = options.demonstrations
+    label_key = _label_key(row, options, location, IMITATED if demonstration else ANSWERS)
+    if has_column(row, options.input_key):
+        text = as_messages(column(row, options.input_key), f"{location}: {options.input_key}")
+        if options.input_key == INPUT_KEY and label_key == "completion":
             return _completed(row, text, location, demonstration)
-        names = (keys.input, keys.label)
-        if label_key not in (None, keys.label):
+        names = (options.input_key, options.label_key)
+        if label_key not in (None, options.label_key):
             _announce(location, f"the label is taken from {label_key}", "rollout.label_key")
         return Columns(text, column(row, label_key) if label_key else None, names)
-    if keys.input != INPUT_KEY:
-        raise missing_column(location, keys.input, row, "rollout.input_key", "--input-key")
+    if options.input_key != INPUT_KEY:
+        raise missing_column(location, options.input_key, row, "rollout.input_key", "--input-key")
     if name := chat_column(row):
         return _chat(row, name, label_key, location, demonstration)
     question = next((name for name in QUESTIONS if isinstance(row.get(name), str) and row[name]), None)
     if question is None:
-        raise missing_column(location, keys.input, row, "rollout.input_key", "--input-key")
-    return _question(row, question, label_key, keys, location, demonstration)
+        raise missing_column(location, options.input_key, row, "rollout.input_key", "--input-key")
+    return _question(row, question, label_key, options, location)
 
 
 def image_column(row: Mapping[str, Any], key: str, location: str) -> str:
@@ -247,32 +271,32 @@ def _paths(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _label_key(row: Mapping[str, Any], keys: ColumnKeys, location: str, answers: Sequence[str]) -> str | None:
+def _label_key(row: Mapping[str, Any], options: PromptOptions, location: str, answers: Sequence[str]) -> str | None:
     """Return the name of the label column: from the settings, or the first of `answers` that the row has."""
-    if has_column(row, keys.label):
-        return keys.label
-    if keys.label != LABEL_KEY:
-        raise missing_column(location, keys.label, row, "rollout.label_key", "--label-key")
+    if has_column(row, options.label_key):
+        return options.label_key
+    if options.label_key != LABEL_KEY:
+        raise missing_column(location, options.label_key, row, "rollout.label_key", "--label-key")
     return next((name for name in answers if column(row, name) is not None), None)
 
 
 def _question(
-    row: Mapping[str, Any], name: str, label_key: str | None, keys: ColumnKeys, location: str, demonstration: bool
+    row: Mapping[str, Any], name: str, label_key: str | None, options: PromptOptions, location: str
 ) -> Columns:
     text, names = row[name], [name]
     if name == "instruction" and "input" in row:  # alpaca: the input, if any, is what the instruction is about
         more = row["input"]
         text, names = f"{text}\n\n{text_of_label(more)}" if more else text, [name, "input"]
-    if name == "text" and label_key is None and demonstration:
+    if name == "text" and label_key is None and options.demonstrations:
         _announce(location, "the whole column text is trained on", "rollout.input_key")
         return Columns("", text, (name,))
     label, part = column(row, label_key) if label_key else None, ""
-    if label_key == "answer" and isinstance(label, str) and GSM8K in label and not demonstration:
+    if label_key == "answer" and isinstance(label, str) and GSM8K in label and not options.demonstrations:
         label, part = label.rpartition(GSM8K)[2].strip(), f" after {GSM8K}"
     source = " and ".join(names)
     answer = f", the label from {label_key}{part}" if label_key else ", and there is no label"
     _announce(location, f"the prompt is taken from {source}{answer}", "rollout.input_key and rollout.label_key")
-    return Columns(text, label, (*names, keys.label))
+    return Columns(text, label, (*names, options.label_key))
 
 
 def _chat(row: Mapping[str, Any], name: str, label_key: str | None, location: str, demonstration: bool) -> Columns:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from slimectl.data.columns import PromptOptions
 from slimectl.data.ownership import is_run
 from slimectl.data.prompts import open_prompts
 from slimectl.data.run_settings import RUN_TOML, working_folder
@@ -73,7 +74,7 @@ def _trains_on_texts(settings: Settings, run: Path) -> bool:
     if folder is not None and (folder / source).exists():
         source = str(folder / source)
     with suppress(SlimectlError):
-        return isinstance(next(open_prompts([source], input_key=rollout.input_key)).text, str)
+        return isinstance(next(open_prompts([source], PromptOptions(rollout.input_key))).text, str)
     return False
 
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import count
 from typing import Any
 
 from slimectl.data.checks import a_chat, a_scalar, shown
 from slimectl.data.columns import (
     INPUT_KEY,
     LABEL_KEY,
-    ColumnKeys,
     Columns,
+    PromptOptions,
     as_messages,
     chat_column,
     column,
     with_context,
 )
 from slimectl.data.prompt_images import has_images, has_places
-from slimectl.data.prompts import BadRow, nonempty_chat, ordered_rows, with_parts, without_bad
+from slimectl.data.prompts import BadRow, nonempty_chat, numbered, with_parts
 from slimectl.data.tables import Row
 from slimectl.errors import RecordError
 from slimectl.types import Chat, Prompt, text_of_label
@@ -41,34 +39,19 @@ class Preference:
 
 
 def open_preferences(
-    sources: Sequence[str],
-    *,
-    input_key: str,
-    metadata_key: str,
-    tool_key: str,
-    reads_images: bool = False,
-    shuffle_seed: int | None = None,
-    epochs: int | None = 1,
-    start: int = 0,
-    on_bad_row: BadRow | None = None,
+    sources: Sequence[str], options: PromptOptions = PromptOptions(), *, on_bad_row: BadRow | None = None
 ) -> Iterator[Preference]:
-    """Yield the preferences of all sources, `epochs` times (None: endlessly), from rows with `chosen` and `rejected`.
+    """Yield the preferences of all sources, from rows with `chosen` and `rejected`, numbered from `options.start`.
 
-    They are numbered from `start`, the first occurrence to read.
-
-    Both are strings, or both are chats. With a prompt (a string or a chat under `input_key`) they are answers, or whole
-    chats that begin with it. Without one they are whole texts or chats, and their common prefix is the prompt. A common
-    text prefix ends at a word boundary. An invalid row raises RecordError with file and line, or is passed to
+    Both are strings, or both are chats. With a prompt (a string or a chat under the input key) they are answers, or
+    whole chats that begin with it. Without one they are whole texts or chats, and their common prefix is the prompt. A
+    common text prefix ends at a word boundary. An invalid row raises RecordError with file and line, or is passed to
     `on_bad_row`.
     """
-    keys = ColumnKeys(input_key, LABEL_KEY, metadata_key, tool_key)
-    ordered = ordered_rows(sources, shuffle_seed, epochs=epochs, start=start, keep_errors=on_bad_row is not None)
-    return without_bad(
-        map(partial(_preference, keys=keys, reads_images=reads_images), ordered, count(start)), on_bad_row
-    )
+    return numbered(sources, options, _preference, on_bad_row)
 
 
-def _preference(source: Row, index: int, *, keys: ColumnKeys, reads_images: bool) -> Preference:
+def _preference(source: Row, index: int, options: PromptOptions) -> Preference:
     location, row = source
     if isinstance(row, RecordError):
         raise row
@@ -81,14 +64,14 @@ def _preference(source: Row, index: int, *, keys: ColumnKeys, reads_images: bool
                 f"{location}: no key {key!r}. Its keys are {key_names}, but a preference has chosen and rejected."
             )
     chosen, rejected = (_answer(location, row, key) for key in SIDES)
-    name = chat_column(row) if keys.input == INPUT_KEY and INPUT_KEY not in row else None
-    text = as_messages(column(row, name or keys.input), f"{location}: {name or keys.input}")
+    name = chat_column(row) if options.input_key == INPUT_KEY and INPUT_KEY not in row else None
+    text = as_messages(column(row, name or options.input_key), f"{location}: {name or options.input_key}")
     has_prompt = text is not None
-    columns = Columns(text if has_prompt else "", column(row, LABEL_KEY), (name or keys.input, LABEL_KEY))
+    columns = Columns(text if has_prompt else "", column(row, LABEL_KEY), (name or options.input_key, LABEL_KEY))
     columns = with_context(row, columns, location)
     check = nonempty_chat if has_prompt else a_chat
-    base = with_parts((location, row), index, keys, columns, check, reads_images=reads_images)
-    if base.images or any(map(has_places if reads_images else has_images, (chosen, rejected))):
+    base = with_parts((location, row), index, options, columns, check)
+    if base.images or any(map(has_places if options.reads_images else has_images, (chosen, rejected))):
         raise RecordError(f"{location}: images in preferences are not supported. Remove the row.")
     if isinstance(chosen, str) and isinstance(rejected, str):
         return _text_preference(location, base, has_prompt, chosen, rejected)

@@ -9,28 +9,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from itertools import accumulate, count
+from itertools import accumulate, count, repeat
 from operator import getitem
 from pathlib import Path
 from typing import Any, TypeVar
 
 from slimectl.chats.messages import from_json
 from slimectl.data.checks import Check, a_chat, a_label, a_mapping, shown
-from slimectl.data.columns import (
-    IMAGE_KEY,
-    INPUT_KEY,
-    LABEL_KEY,
-    ColumnKeys,
-    Columns,
-    column,
-    image_column,
-    read_columns,
-    warn_of_media,
-)
+from slimectl.data.columns import Columns, PromptOptions, column, image_column, read_columns, warn_of_media
 from slimectl.data.json_values import jsonable
 from slimectl.data.prompt_images import folder_of, has_places, place_images, refuse_other_media
 from slimectl.data.records import RECORD_VERSION
-from slimectl.data.sources import NamedTables, open_table
+from slimectl.data.sources import open_table
 from slimectl.data.tables import Row, Table
 from slimectl.errors import RecordError, SettingsError
 from slimectl.types import ImageSource, Label, Prompt, Sample
@@ -84,49 +74,28 @@ SAMPLE_FIELDS = frozenset([*(field.name for field in fields(Sample)), RECORD_VER
 
 
 def open_prompts(
-    sources: Sequence[str],
-    *,
-    input_key: str = INPUT_KEY,
-    label_key: str = LABEL_KEY,
-    metadata_key: str = "metadata",
-    tool_key: str = "tools",
-    image_key: str = IMAGE_KEY,
-    reads_images: bool = False,
-    shuffle_seed: int | None = None,
-    weights: Sequence[float] | None = None,
-    mix_seed: int = 0,
-    epochs: int | None = 1,
-    start: int = 0,
-    demonstrations: bool = False,
-    named: NamedTables | None = None,
-    on_bad_row: BadRow | None = None,
+    sources: Sequence[str], options: PromptOptions = PromptOptions(), *, on_bad_row: BadRow | None = None
 ) -> Iterator[Prompt]:
-    """Yield the prompts of all sources, `epochs` times (None: endlessly), numbered consecutively from `start`.
+    """Yield the prompts of all sources, numbered consecutively from `options.start`.
 
     A source is a file (JSONL, JSON array, CSV or Parquet, also as .gz or .zst), a glob, `path@[a:b]`, `-`,
-    `reasoning_gym:TASK?key=value`, or `module:function?key=value` that yields rows or Prompts. Files are streamed. With
-    a `shuffle_seed` each epoch is shuffled differently, and only positions are held in memory. The prompt at occurrence
-    `i` does not depend on `start`.
-
-    With `weights`, one per source, each prompt comes from a source drawn by weight with `mix_seed`. Every source
-    repeats its rows endlessly. An epoch has as many prompts as all sources have rows.
-
-    `named` opens sources by their names in the settings. With the default keys, rows of other published formats are
-    recognized (columns.py). In `demonstrations` chats stay whole, including the assistant's responses. For a model that
-    `reads_images`, every image mark in a text needs an image in the row.
+    `reasoning_gym:TASK?key=value`, or `module:function?key=value` that yields rows or Prompts. Files are streamed.
 
     Raises SettingsError for a missing source, RecordError for a row that is not a prompt. With `on_bad_row`, the errors
     of such rows are passed to it and the rows are left out. The numbers of the other rows stay the same.
     """
-    keys = ColumnKeys(input_key, label_key, metadata_key, tool_key, image_key)
-    if weights:
-        check_weights(weights, sources)
-        ordered = _mixed(sources, weights, mix_seed, shuffle_seed, epochs, start, named, on_bad_row is not None)
-    else:
-        seed, keep_errors = shuffle_seed, on_bad_row is not None
-        ordered = ordered_rows(sources, seed, epochs=epochs, start=start, named=named, keep_errors=keep_errors)
-    convert = partial(prompt_of, keys=keys, demonstration=demonstrations, reads_images=reads_images)
-    return without_bad(map(convert, ordered, count(start)), on_bad_row)
+    return numbered(sources, options, prompt_of, on_bad_row)
+
+
+def numbered(
+    sources: Sequence[str],
+    options: PromptOptions,
+    convert: Callable[[Row, int, PromptOptions], Item],
+    on_bad_row: BadRow | None,
+) -> Iterator[Item]:
+    """Yield the converted rows of all sources. `convert` gets a row and its number. It raises RecordError."""
+    ordered = ordered_rows(sources, options, keep_errors=on_bad_row is not None)
+    return without_bad(map(convert, ordered, count(options.start), repeat(options)), on_bad_row)
 
 
 def without_bad(items: Iterator[Item], on_bad_row: BadRow | None) -> Iterator[Item]:
@@ -143,39 +112,24 @@ def without_bad(items: Iterator[Item], on_bad_row: BadRow | None) -> Iterator[It
 
 
 def ordered_rows(
-    sources: Sequence[str],
-    shuffle_seed: int | str | None = None,
-    *,
-    epochs: int | None = 1,
-    start: int = 0,
-    named: NamedTables | None = None,
-    keep_errors: bool = False,
+    sources: Sequence[str], options: PromptOptions = PromptOptions(), *, keep_errors: bool = False
 ) -> Iterator[Row]:
     """Yield the unvalidated rows of all sources, each with its source location.
 
     With `keep_errors`, the value of a row that cannot be read is its RecordError.
     """
-    table = open_table(sources, replay=epochs != 1 or shuffle_seed is not None or keep_errors, named=named)
-    return _rows(table, epochs, shuffle_seed, start, keep_errors)
-
-
-def _mixed(
-    sources: Sequence[str],
-    weights: Sequence[float],
-    mix_seed: int,
-    shuffle_seed: int | None,
-    epochs: int | None,
-    start: int,
-    named: NamedTables | None,
-    keep_errors: bool,
-) -> Iterator[Row]:
-    tables = [open_table([source], replay=True, named=named) for source in sources]
-    seeds = [None if shuffle_seed is None else f"{shuffle_seed}:{i}" for i in range(len(tables))]
+    epochs, seed = options.epochs, options.shuffle_seed
+    if not options.weights:
+        table = open_table(sources, replay=epochs != 1 or seed is not None or keep_errors, named=options.named)
+        return _rows(table, epochs, seed, options.start, keep_errors)
+    check_weights(options.weights, sources)
+    tables = [open_table([source], replay=True, named=options.named) for source in sources]
+    seeds = [None if seed is None else f"{seed}:{i}" for i in range(len(tables))]
     readers = [
         partial(_rows, table, None, seed, keep_errors=keep_errors) for table, seed in zip(tables, seeds, strict=True)
     ]
     total = None if epochs is None else epochs * sum(map(_size, tables))
-    return mixed(readers, weights, seed=mix_seed, start=start, total=total)
+    return mixed(readers, options.weights, seed=options.mix_seed, start=options.start, total=total)
 
 
 def _rows(
@@ -223,56 +177,52 @@ def _size(table: Table) -> int:
     return size
 
 
-def prompt_of(
-    row: Row, index: int, keys: ColumnKeys, *, demonstration: bool = False, reads_images: bool = False
-) -> Prompt:
+def prompt_of(row: Row, index: int, options: PromptOptions) -> Prompt:
     """Convert a row to a prompt. Raises RecordError with the source location."""
     location, value = row
     if isinstance(value, RecordError):
         raise value
     if isinstance(value, Prompt):
-        if reads_images and not value.images:
+        if options.reads_images and not value.images:
             place = partial(place_images, column=None, folder=Path(), reads_images=True)
-            text, images = _checked(location, keys.image, value.text, place)
+            text, images = _checked(location, options.image_key, value.text, place)
             value = replace(value, text=text, images=images)
         return replace(value, index=index, source_location=location)
     if not isinstance(value, dict):
         raise RecordError(f"{location}: expected an object, got {shown(value)}")
-    columns = read_columns(value, keys, location, demonstration=demonstration)
-    is_text = columns.text == "" and demonstration and columns.label  # trained on from its first token
+    columns = read_columns(value, options, location)
+    is_text = columns.text == "" and options.demonstrations and columns.label  # trained on from its first token
     check = a_chat if is_text else nonempty_chat
-    return with_parts((location, value), index, keys, columns, check, reads_images=reads_images)
+    return with_parts((location, value), index, options, columns, check)
 
 
 def with_parts(
-    row: tuple[str, dict[str, Any]],
-    index: int,
-    keys: ColumnKeys,
-    columns: Columns,
-    check: Check = a_chat,
-    *,
-    reads_images: bool = False,
+    row: tuple[str, dict[str, Any]], index: int, options: PromptOptions, columns: Columns, check: Check = a_chat
 ) -> Prompt:
     """Return the prompt of a row whose text and label have been read. Raises RecordError with the source location."""
     location, value = row
-    text = _checked(location, keys.input, columns.text, check)
-    _checked(location, keys.input, text, refuse_other_media)
+    text = _checked(location, options.input_key, columns.text, check)
+    _checked(location, options.input_key, text, refuse_other_media)
     images: list[ImageSource] = []
-    has_images = reads_images or has_places(text)
-    image_key = image_column(value, keys.image, location) if has_images else keys.image
+    has_images = options.reads_images or has_places(text)
+    image_key = image_column(value, options.image_key, location) if has_images else options.image_key
     if not has_images:
-        warn_of_media(value, keys.image, location)
+        warn_of_media(value, options.image_key, location)
     if has_images or column(value, image_key):
-        place = partial(place_images, text, folder=folder_of(location), reads_images=reads_images)
+        place = partial(place_images, text, folder=folder_of(location), reads_images=options.reads_images)
         text, images = _checked(location, image_key, column(value, image_key), place)
     return Prompt(
         text=text,
-        label=_checked(location, keys.label, columns.label, _label),
+        label=_checked(location, options.label_key, columns.label, _label),
         index=index,
-        metadata=_checked(location, keys.metadata, column(value, keys.metadata), _metadata),
-        tools=_checked(location, keys.tool, column(value, keys.tool) or _functions(value, keys.tool), _tools),
+        metadata=_checked(location, options.metadata_key, column(value, options.metadata_key), _metadata),
+        tools=_checked(
+            location, options.tool_key, column(value, options.tool_key) or _functions(value, options.tool_key), _tools
+        ),
         source_location=location,
-        extra=_extra_columns(value, {*columns.names, keys.metadata, keys.tool, keys.image, image_key}),
+        extra=_extra_columns(
+            value, {*columns.names, options.metadata_key, options.tool_key, options.image_key, image_key}
+        ),
         images=images,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -54,11 +54,11 @@ def _choose(*, deterministic: bool, benchmark: bool, cudnn_attention: bool) -> N
 def in_kernels(
     method: Callable[Concatenate[Any, Arguments], Result],
 ) -> Callable[Concatenate[Any, Arguments], Result]:
-    """Run a trainer method inside the context that the trainer's `kernels` returns."""
+    """Run a method of a trainer with deterministic kernels, if its options say so."""
 
     @wraps(method)
     def call(trainer: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with trainer.kernels():
+        with deterministic_kernels() if trainer.options.deterministic else nullcontext():
             return method(trainer, *args, **kwargs)
 
     return call

@@ -14,6 +14,7 @@ from slimectl.runtime import builders
 from slimectl.runtime.capacity import is_readable
 from slimectl.settings import Settings
 from slimectl.stages.grader import Grader
+from slimectl.stages.recorded_rounds import SampleFiles
 from slimectl.stages.score import grading_error
 from slimectl.system.stdio import logger
 from slimectl.types import Prompt, Sample, Status
@@ -98,7 +99,7 @@ def _render_demonstrations(settings: Settings, tokenizer: Any, prompts: list[Pro
 def check_training_samples(settings: Settings, paths: Sequence[str]) -> None:
     """Read the first samples, demonstrations or preferences as training does. Raises RecordError."""
     if (tokenizer := _tokenizer(settings)) is not None:
-        rows = builders.training_samples(settings, paths, tokenizer, on_error="stop", report=lambda error: None)
+        rows = builders.training_samples(settings, SampleFiles(paths), tokenizer)
         list(islice(rows, ROWS))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from slimectl.data.io import is_pipe, split_slice
 from slimectl.data.manifest import other_model
@@ -24,7 +24,7 @@ from slimectl.settings.algorithm import Pairwise
 from slimectl.stages.advantages import Models
 from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.stages.held_out import held_out_metrics
-from slimectl.stages.recorded_rounds import Numbered, recorded_rounds, sample_batches
+from slimectl.stages.recorded_rounds import Numbered, SampleFiles, recorded_rounds, sample_batches
 from slimectl.stages.score import attach_log_probs, reward_number
 from slimectl.system.stdio import logger
 from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState, Status
@@ -101,18 +101,17 @@ class SampledRounds:
 
 @dataclass
 class RecordedRounds:
-    """Rounds of `slimectl train`: the samples of files, run.num_epoch times or for run.num_rollout rounds.
-
-    If `on_error` is "skip", `report` gets the error of each bad line. `on_line` gets the location of each good line.
-    """
+    """Rounds of `slimectl train`: the samples of files, run.num_epoch times or for run.num_rollout rounds."""
 
     settings: Settings
-    paths: Sequence[str]
-    on_error: Literal["stop", "skip"] = "stop"
-    report: Callable[[RecordError], None] = lambda error: None
-    on_line: Callable[[str], None] = lambda location: None
+    files: SampleFiles
     command: ClassVar[str] = "train"
     samples: ClassVar[bool] = False
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """The files of samples."""
+        return self.files.paths
 
     def check(self) -> None:
         """Check the settings. Raises SettingsError before anything is loaded."""
@@ -172,7 +171,7 @@ class RecordedRounds:
         for name in sorted(self.held_out):
             own, too_long = resolve_dataset_settings(self.settings, name), deque[Prompt]()
             rollout = own.rollout.model_copy(update={"shuffle": False})
-            data = RecordedRounds(own.model_copy(update={"rollout": rollout}), [own.eval.sources[name]])
+            data = RecordedRounds(own.model_copy(update={"rollout": rollout}), SampleFiles([own.eval.sources[name]]))
             samples = data._with_log_probs((s for _, s in data._read(models.folder, too_long, epochs=1)), models)
             metrics |= held_out_metrics(name, samples, Models(models.policy, models.critic), own)
             if too_long:
@@ -182,7 +181,7 @@ class RecordedRounds:
     @property
     def facts(self) -> dict[str, str]:
         """Entries of the run's manifest, including some that are not in the settings."""
-        return {"command": self.command, "on_error": self.on_error}
+        return {"command": self.command, "on_error": "stop" if self.files.on_bad_line is None else "skip"}
 
     @property
     def _epochs(self) -> int | None:
@@ -201,8 +200,9 @@ class RecordedRounds:
 
         With `only_trained`, failed rollouts do not count, and a group counts as the number of its pairs.
         """
-        silent = RecordedRounds(self.settings, self.paths, self.on_error)  # training reports bad lines
-        samples = (sample for _, sample in silent._read(model, deque(), epochs=1))
+        # Training reports bad lines.
+        silent = SampleFiles(self.paths, None if self.files.on_bad_line is None else lambda error: None)
+        samples = (sample for _, sample in RecordedRounds(self.settings, silent)._read(model, deque(), epochs=1))
         count = self._trained if only_trained else lambda batch: 1
         return sum(count(batch) for batch in sample_batches(samples, self.settings, 1))
 
@@ -223,7 +223,7 @@ class RecordedRounds:
         tokenizer = None if model is None else builders.tokenizer(model)
         context = None if model is None else builders.context_length(self.settings, model)
         return builders.training_samples(
-            self.settings, self.paths, tokenizer, on_error=self.on_error, report=self.report, on_line=self.on_line,
+            self.settings, self.files, tokenizer,
             context=context, on_skipped=too_long.append, epochs=epochs, start=start,
         )  # fmt: skip
 

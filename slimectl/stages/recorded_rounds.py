@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count, groupby
 
+from slimectl.errors import RecordError
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
 from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
 
 Numbered = tuple[int, Sample]
 """The occurrence of a row over all passes, counted from 0, and a sample of that row."""
+
+
+@dataclass(frozen=True)
+class SampleFiles:
+    """Files of samples, demonstrations or preferences to train on, and who hears of their lines."""
+
+    paths: Sequence[str]
+    on_bad_line: Callable[[RecordError], None] | None = None
+    """Called with the error of a line that is skipped. None: the error is raised."""
+    on_line: Callable[[str], None] = lambda location: None
+    """Called with the location of each good line."""
 
 
 def recorded_rounds(

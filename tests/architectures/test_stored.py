@@ -7,7 +7,6 @@ from collections import Counter
 from importlib.util import find_spec
 
 import pytest
-import torch
 from hf_models import CONFIGS, config_of
 
 from slimectl.architectures.mapping import ParamMapping
@@ -46,8 +45,9 @@ def parts(name):
 def own_model(architecture):
     """The model that slimectl trains."""
     from slimectl.policies.megatron.model import build
+    from slimectl.policies.options import MegatronOptions, TrainerOptions
 
-    (model,) = build(architecture, ParallelLayout(), dtype=torch.float32)
+    (model,) = build(architecture, TrainerOptions(), MegatronOptions())
     return model
 
 

@@ -34,7 +34,7 @@ def test_settings_say_how_rows_are_batched(
 ):
     settings = resolve([from_assignments(["train.device=cpu", *assignments])]).settings
     made = policy(settings, model_dir(), total_steps=None)
-    assert made.batching == batching  # type: ignore[attr-defined]
+    assert made.options.batching == batching  # type: ignore[attr-defined]
 
 
 MEGATRON = ["train.backend=megatron", "train.max_tokens_per_gpu=64", "cluster.actor_num_gpus_per_node=4"]

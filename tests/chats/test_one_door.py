@@ -17,7 +17,7 @@ from slimectl.agents.trajectory_tree import TrajectoryTree
 from slimectl.chats.messages import MessageError, normalized_chat
 from slimectl.chats.request_body import RequestBody
 from slimectl.data.chat import render
-from slimectl.data.columns import ColumnKeys
+from slimectl.data.columns import PromptOptions
 from slimectl.data.prompts import prompt_of
 from slimectl.data.supervised import sft_sample
 from slimectl.engines.server.errors import RequestError
@@ -25,7 +25,7 @@ from slimectl.errors import RecordError
 from slimectl.types import Prompt
 
 FAMILIES = ["qwen2.5", "qwen3", "llama3.1", "glm4.5", "deepseek-v2.5", "gpt-oss", "mistral-v3", "smollm2", "gemma3"]
-KEYS = ColumnKeys("prompt", "label", "metadata", "tools")
+KEYS = PromptOptions()
 TEXTS = st.sampled_from(["", "a", "Sunny.", "<think>\nb\n</think>\n\nc", "€ \n", 'd {"e": 1}', None])
 PARTS = st.lists(
     st.one_of(st.builds(lambda text: {"type": "text", "text": text or "f"}, TEXTS), st.just({"type": "video"})),

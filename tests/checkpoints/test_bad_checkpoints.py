@@ -15,8 +15,8 @@ from torch import Tensor
 
 from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.errors import CheckpointError
-from slimectl.stages.convert import ConvertOptions
 
 ModelDir = Callable[[str], Path]
 

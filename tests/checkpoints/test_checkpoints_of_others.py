@@ -23,12 +23,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from slimectl.errors import SlimectlError
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.runtime.builders import model_folder
-from slimectl.stages.convert import ConvertOptions
 from slimectl.types import SamplingParams, TrainingSample
 
 ModelDir = Callable[[str], Path]
@@ -322,7 +323,7 @@ def from_engine(folder: Path, tokenizer: Any) -> tuple[list[int], list[float]]:
 
 def from_trainer(folder: Path) -> tuple[list[int], list[float]]:
     path = model_folder(str(folder))
-    policy = FsdpPolicy(path, ModelCheckpoint(), optimizer=OptimizerOptions(lr=0.0), trains=False)
+    policy = FsdpPolicy(path, ModelCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=0.0), trains=False))
     tokens = [*PROMPT, 7, 8, 9, 10]
     row = TrainingSample(tokens=tokens, response_length=COUNT, advantages=[0.0] * COUNT, loss_weights=[1.0] * COUNT)
     return tokens, policy.log_probs([row])[0]

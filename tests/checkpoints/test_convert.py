@@ -17,10 +17,11 @@ from torch import Tensor
 from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.hf import HFCheckpoint, write_hf
 from slimectl.checkpoints.hf_weights import HFWeights
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.data.manifest import integrity_error
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.protocols import NoProgress
-from slimectl.stages.convert import ConvertOptions, Output, convert
+from slimectl.stages.convert import Output, convert
 
 ModelDir = Callable[[str], Path]
 
@@ -166,7 +167,7 @@ def test_killed_conversion_is_taken_up_where_it_was(tmp_path: Path, model_dir: M
         "import os, signal, sys, time; from pathlib import Path\n"
         "from slimectl.checkpoints.conversion import convert_checkpoint\n"
         "from slimectl.protocols import NoProgress\n"
-        "from slimectl.stages.convert import ConvertOptions\n"
+        "from slimectl.data.convert_options import ConvertOptions\n"
         "target = Path(sys.argv[2])\n"
         "staged = target.with_name('.tmp-out')\n"
         "class Killer(NoProgress):\n"

@@ -13,8 +13,8 @@ import torch
 
 from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.gguf import GGUFFile
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.errors import CheckpointError
-from slimectl.stages.convert import ConvertOptions
 
 gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'slimectl[gguf]'")
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]

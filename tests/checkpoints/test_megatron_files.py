@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.hf_weights import HFWeights
-from slimectl.stages.convert import ConvertOptions
+from slimectl.data.convert_options import ConvertOptions
 
 pytestmark = pytest.mark.slow
 

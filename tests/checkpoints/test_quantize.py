@@ -13,8 +13,8 @@ from vision_models import vision_model
 
 from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.quantization import Fp8Blocks, Int4Groups
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.errors import CheckpointError
-from slimectl.stages.convert import ConvertOptions
 
 ModelDir = Callable[[str], Path]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -23,7 +23,7 @@ from slimectl.checkpoints.torch_dist.archive import load_tensor
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.checkpoints.torch_dist.reader import TorchDistReader
 from slimectl.checkpoints.torch_dist.writer import Chunk, write_torch_dist
-from slimectl.stages.convert import ConvertOptions
+from slimectl.data.convert_options import ConvertOptions
 
 ModelDir = Callable[[str], Path]
 

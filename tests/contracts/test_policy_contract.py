@@ -18,6 +18,7 @@ from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.megatron.policy import MegatronPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.policies.token_batch import merge_metrics
 from slimectl.protocols import Policy
@@ -28,7 +29,7 @@ OPTIONS = OptimizerOptions(lr=4e-3, schedule="linear", warmup_steps=2, decay_ste
 
 
 def alone(folder: Path) -> Policy:
-    return FsdpPolicy(folder, HFCheckpoint(), optimizer=OPTIONS, max_tokens_per_pack=48)
+    return FsdpPolicy(folder, HFCheckpoint(), TrainerOptions(optimizer=OPTIONS, max_tokens_per_pack=48))
 
 
 def over_two_ranks(folder: Path) -> Policy:
@@ -36,7 +37,7 @@ def over_two_ranks(folder: Path) -> Policy:
 
 
 def megatron(folder: Path) -> Policy:
-    return MegatronPolicy(folder, HFCheckpoint(), optimizer=OPTIONS, max_tokens_per_pack=48)
+    return MegatronPolicy(folder, HFCheckpoint(), TrainerOptions(optimizer=OPTIONS, max_tokens_per_pack=48))
 
 
 ADAPTERS: dict[str, Callable[[Path], Policy]] = {"fsdp": alone, "group": over_two_ranks, "megatron": megatron}
@@ -205,8 +206,8 @@ def test_a_folder_that_no_policy_wrote_is_refused(policy: Policy, model_dir: Mod
 
 
 def test_a_policy_that_does_not_train_has_the_same_log_probs_and_nothing_to_update(model_dir: ModelDir):
-    fsdp = FsdpPolicy(model_dir("qwen3"), HFCheckpoint(), optimizer=OPTIONS, trains=False)
-    megatron = MegatronPolicy(model_dir("qwen3"), HFCheckpoint(), optimizer=OPTIONS, trains=False)
+    fsdp = FsdpPolicy(model_dir("qwen3"), HFCheckpoint(), TrainerOptions(optimizer=OPTIONS, trains=False))
+    megatron = MegatronPolicy(model_dir("qwen3"), HFCheckpoint(), TrainerOptions(optimizer=OPTIONS, trains=False))
     for frozen, trained in ((fsdp, alone), (megatron, ADAPTERS["megatron"])):
         expected = trained(model_dir("qwen3")).log_probs(rows())
         for found, wanted in zip(frozen.log_probs(rows()), expected, strict=True):

@@ -34,6 +34,7 @@ from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.protocols import NamedTensors, Policy
 from slimectl.runtime import builders
@@ -51,7 +52,7 @@ ModelDir = Callable[..., Path]
 
 
 def alone(folder: Path) -> Policy:
-    return FsdpPolicy(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=0.02))
+    return FsdpPolicy(folder, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=0.02)))
 
 
 class Held:
@@ -375,7 +376,7 @@ ADAPTER = LoraOptions(rank=4, alpha=8.0, targets=("q_proj", "o_proj", "up_proj")
 
 
 def adapted(folder: Path, options: LoraOptions = ADAPTER) -> FsdpPolicy:
-    return FsdpPolicy(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=0.02), lora=options)
+    return FsdpPolicy(folder, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=0.02), lora=options))
 
 
 def test_an_adapter_alone_gives_every_bit_of_merged_weights(url: str, model_dir: ModelDir, tmp_path: Path):

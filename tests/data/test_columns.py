@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slimectl.data import columns
+from slimectl.data.columns import PromptOptions
 from slimectl.data.prompts import open_prompts
 from slimectl.data.supervised import sft_sample
 from slimectl.errors import RecordError
@@ -29,7 +30,7 @@ def read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Any:
         file.write_text(json.dumps(row) + "\n")
         columns._announced.clear()
         with caplog.at_level(logging.INFO, logger="slimectl"):
-            (prompt,) = open_prompts([str(file)], **options)
+            (prompt,) = open_prompts([str(file)], PromptOptions(**options))
         lines = [record.getMessage().removeprefix(f"{file}: ") for record in caplog.records]
         caplog.clear()
         assert len(lines) <= 1

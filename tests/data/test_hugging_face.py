@@ -9,6 +9,7 @@ import huggingface_hub
 import pyarrow
 import pytest
 
+from slimectl.data.columns import PromptOptions
 from slimectl.data.hugging_face import snapshot
 from slimectl.data.prompts import open_prompts
 from slimectl.errors import CheckpointError, RecordError, SettingsError
@@ -28,7 +29,7 @@ def write_arrow(path: Path, *, footed: bool = False) -> Path:
 
 
 def rows(source: Path | str, **options: int) -> list[tuple[str, str]]:
-    return [(prompt.text, prompt.label) for prompt in open_prompts([str(source)], **options)]
+    return [(prompt.text, prompt.label) for prompt in open_prompts([str(source)], PromptOptions(**options))]
 
 
 def save(folder: Path) -> Path:

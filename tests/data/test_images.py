@@ -19,6 +19,7 @@ import pytest
 from vision_models import CONFIGS, IMAGE, image_file, vision_model
 
 from slimectl.data.chat import render
+from slimectl.data.columns import PromptOptions
 from slimectl.data.images import images_of, processor_of, read_image, thumbnail
 from slimectl.data.jsonl import read_samples, write_samples
 from slimectl.data.prompts import open_prompts
@@ -27,6 +28,7 @@ from slimectl.errors import CheckpointError, RecordError
 from slimectl.runtime import builders
 from slimectl.runtime.builders import models
 from slimectl.settings import Settings
+from slimectl.stages.recorded_rounds import SampleFiles
 from slimectl.types import Prompt, Sample
 
 PART = {"type": "image"}
@@ -44,7 +46,7 @@ def text(words: str) -> dict[str, str]:
 def prompt_of(tmp_path: Path, row: dict[str, Any], **keys: Any) -> Prompt:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
-    return next(open_prompts([str(file)], **keys))
+    return next(open_prompts([str(file)], PromptOptions(**keys)))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_raw_bytes_of_a_table_are_an_image(tmp_path: Path):
     for number, images in enumerate([pa.array([data, None]), pa.array([[data], []]), pa.array(struct)]):
         file = tmp_path / f"{number}.parquet"
         parquet.write_table(pa.table({"prompt": ["<image>Which?", "Which?"], "image": images}), file)
-        first, second = open_prompts([str(file)], reads_images=True)
+        first, second = open_prompts([str(file)], PromptOptions(reads_images=True))
         assert first.images == [{"bytes": base64.b64encode(data).decode()}]
         assert (second.text, second.images) == ("Which?", [])
 
@@ -170,7 +172,7 @@ def test_a_mark_without_an_image_is_refused_for_a_model_that_reads_images(tmp_pa
         prompt_of(tmp_path, row, reads_images=True)
     assert "<" in json.dumps(prompt_of(tmp_path, row).text)
     with pytest.raises(RecordError, match=r"more places for images"):
-        list(open_prompts([f"{generated(tmp_path)}:rows"], reads_images=True))
+        list(open_prompts([f"{generated(tmp_path)}:rows"], PromptOptions(reads_images=True)))
 
 
 def generated(folder: Path) -> Path:
@@ -226,7 +228,7 @@ def test_the_model_of_the_settings_decides_whether_a_mark_is_a_place(folder: Pat
         if algorithm == "grpo":
             return list(builders.prompts(settings, [str(file)]))
         given = tmp_path / name, builders.tokenizer(model)
-        rows = builders.training_samples(settings, [str(given[0])], given[1], on_error="stop", report=print)
+        rows = builders.training_samples(settings, SampleFiles([str(given[0])]), given[1])
         return list(rows)
 
     assert models.reads_images(Settings.model_validate({"model": {"card": "tiny-vl"}}))

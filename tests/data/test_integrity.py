@@ -14,11 +14,11 @@ import xxhash
 
 from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.data import manifest as integrity
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.data.manifest import check_integrity, integrity_error
 from slimectl.data.run_dir import write_folder
 from slimectl.errors import CheckpointError
 from slimectl.runtime.builders import model_folder
-from slimectl.stages.convert import ConvertOptions
 
 ModelDir = Callable[[str], Path]
 

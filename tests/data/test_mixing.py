@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from workshop import Workshop
 
+from slimectl.data.columns import PromptOptions
 from slimectl.data.prompts import open_prompts
 
 
@@ -21,7 +22,7 @@ def two(tmp_path: Path) -> list[str]:
 
 
 def drawn(two: list[str], count: int, **options) -> list[str]:
-    prompts = open_prompts(two, weights=[3.0, 1.0], epochs=None, **options)
+    prompts = open_prompts(two, PromptOptions(weights=[3.0, 1.0], epochs=None, **options))
     return [str(prompt.text) for prompt in itertools.islice(prompts, count)]
 
 
@@ -43,7 +44,7 @@ def test_a_mix_goes_on_from_any_position(two: list[str], shuffle_seed: int | Non
     whole = drawn(two, 60, shuffle_seed=shuffle_seed)
     for start in (1, 4, 17, 59):
         assert drawn(two, 60 - start, shuffle_seed=shuffle_seed, start=start) == whole[start:]
-    prompts = open_prompts(two, weights=[3.0, 1.0], epochs=None, start=17)
+    prompts = open_prompts(two, PromptOptions(weights=[3.0, 1.0], epochs=None, start=17))
     assert next(prompts).index == 17
 
 
@@ -54,7 +55,7 @@ def test_the_mix_of_a_seed_never_changes(two: list[str]):
 
 
 def test_an_epoch_of_a_mix_is_as_many_prompts_as_its_sources_have(two: list[str]):
-    assert len(list(open_prompts(two, weights=[1.0, 1.0], epochs=2))) == 16
+    assert len(list(open_prompts(two, PromptOptions(weights=[1.0, 1.0], epochs=2)))) == 16
 
 
 def test_weights_are_settings_and_one_is_wanted_for_each_source(workshop: Workshop):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slimectl.checkpoints.create import byte_tokenizer
+from slimectl.data.columns import PromptOptions
 from slimectl.data.preferences import Preference, open_preferences
 from slimectl.errors import RecordError
 from slimectl.settings import Settings
@@ -24,7 +25,7 @@ TOKENIZER = byte_tokenizer()
 def opened(folder: Path, *rows: Any) -> list[Preference]:
     file = folder / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return list(open_preferences([str(file)], input_key="prompt", metadata_key="metadata", tool_key="tools"))
+    return list(open_preferences([str(file)]))
 
 
 def test_bad_rows_are_left_out(tmp_path: Path):
@@ -32,7 +33,7 @@ def test_bad_rows_are_left_out(tmp_path: Path):
     pair = '{"prompt": "2+3?", "chosen": "5", "rejected": "6"}\n'
     file.write_text(pair + "{bad\n" + '{"prompt": "2+3?", "chosen": "5"}\n' + pair)
     keys = {"input_key": "prompt", "metadata_key": "metadata", "tool_key": "tools"}
-    pairs = list(open_preferences([str(file)], **keys, on_bad_row=lambda error: bad.append(str(error))))
+    pairs = list(open_preferences([str(file)], PromptOptions(**keys), on_bad_row=lambda error: bad.append(str(error))))
     assert [pair.chosen.index for pair in pairs] == [0, 3]
     assert [text.split("pairs.jsonl:")[1][:13] for text in bad] == ["2: not JSON: ", "3: no key 're"]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from slimectl.data.columns import PromptOptions
 from slimectl.data.prompts import open_prompts
 from slimectl.errors import RecordError
 from slimectl.types import Prompt
@@ -20,7 +21,7 @@ ROWS = [{"prompt": f"{i}+1=", "label": str(i + 1), "metadata": {"i": i}} for i i
 
 
 def texts(*sources: str, **options: Any) -> list[Any]:
-    return [prompt.text for prompt in open_prompts([str(source) for source in sources], **options)]
+    return [prompt.text for prompt in open_prompts([str(source) for source in sources], PromptOptions(**options))]
 
 
 def expected(*numbers: int) -> list[str]:
@@ -35,7 +36,7 @@ def jsonl(tmp_path: Path) -> Path:
 
 
 def test_index_runs_over_epochs_and_sources(jsonl: Path):
-    prompts = list(open_prompts([f"{jsonl}@[0:2]", f"{jsonl}@[-1:]"], epochs=2))
+    prompts = list(open_prompts([f"{jsonl}@[0:2]", f"{jsonl}@[-1:]"], PromptOptions(epochs=2)))
     assert [prompt.index for prompt in prompts] == [0, 1, 2, 3, 4, 5]
     assert [prompt.text for prompt in prompts] == expected(0, 1, 9, 0, 1, 9)
     assert prompts[2] == Prompt(text="9+1=", label="10", index=2, metadata={"i": 9})
@@ -48,7 +49,9 @@ def test_bad_rows_are_left_out_and_the_others_keep_their_numbers(tmp_path: Path)
     for seed, epochs, weights in ((None, 2, None), (5, 2, None), (5, 2, [1.0])):
         bad.clear()
         options = {"shuffle_seed": seed, "epochs": epochs, "weights": weights}
-        prompts = list(open_prompts([str(path)], on_bad_row=lambda error: bad.append(str(error)), **options))
+        prompts = list(
+            open_prompts([str(path)], PromptOptions(**options), on_bad_row=lambda error: bad.append(str(error)))
+        )
         assert sorted(prompt.text for prompt in prompts) == ["0+1=", "0+1=", "3+1=", "3+1="]
         if seed is None:
             assert [prompt.index for prompt in prompts] == [0, 3, 4, 7]
@@ -61,9 +64,11 @@ def test_bad_rows_are_left_out_and_the_others_keep_their_numbers(tmp_path: Path)
 @pytest.mark.parametrize("epochs", [3, None])
 def test_a_resumed_run_meets_the_same_prompts(jsonl: Path, seed: int | None, epochs: int | None):
     sources = [f"{jsonl}@[:7]", str(jsonl)]
-    whole = list(itertools.islice(open_prompts(sources, shuffle_seed=seed, epochs=epochs), 51))
+    whole = list(itertools.islice(open_prompts(sources, PromptOptions(shuffle_seed=seed, epochs=epochs)), 51))
     for start in (1, 6, 7, 16, 17, 18, 33, 34, 50):
-        again = itertools.islice(open_prompts(sources, shuffle_seed=seed, epochs=epochs, start=start), 51 - start)
+        again = itertools.islice(
+            open_prompts(sources, PromptOptions(shuffle_seed=seed, epochs=epochs, start=start)), 51 - start
+        )
         assert list(again) == whole[start:]
 
 
@@ -87,7 +92,7 @@ def test_large_file_needs_positions_not_rows(tmp_path: Path, seed: int | None):
     with path.open("ab") as file:
         file.writelines([b'{"prompt": "' + b"x" * 1000 + b'"}\n'] * 19_999)
     tracemalloc.start()
-    prompts = open_prompts([str(path)], shuffle_seed=seed)
+    prompts = open_prompts([str(path)], PromptOptions(shuffle_seed=seed))
     assert next(prompts).index == 0
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -112,7 +117,7 @@ def test_keys_are_named_by_settings(tmp_path: Path):
     tool = {"type": "function", "function": {"name": "add"}}
     row = {"q": [{"role": "user", "content": "1+1"}], "a": 2, "m": {"k": 1}, "t": [tool]}
     path.write_text(json.dumps(row) + "\n")
-    given = open_prompts([str(path)], input_key="q", label_key="a", metadata_key="m", tool_key="t")
+    given = open_prompts([str(path)], PromptOptions(input_key="q", label_key="a", metadata_key="m", tool_key="t"))
     (prompt,) = given
     assert prompt == Prompt(text=row["q"], label=2, metadata={"k": 1}, tools=[tool])
     assert prompt.source_location == f"{path}:1"
@@ -140,7 +145,7 @@ def test_row_that_is_no_prompt_says_where_and_what_next(
     path = tmp_path / "p.jsonl"
     keys = {options.get("label_key", "label"): 1}
     path.write_text(json.dumps({"prompt": "fine", **keys}) + "\n" + json.dumps(row) + "\n")
-    prompts = open_prompts([str(path)], **options)
+    prompts = open_prompts([str(path)], PromptOptions(**options))
     next(prompts)
     with pytest.raises(RecordError) as error:
         next(prompts)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from slimectl.checkpoints.create import byte_tokenizer
+from slimectl.data.columns import PromptOptions
 from slimectl.data.json_values import jsonable
 from slimectl.data.preferences import open_preferences
 from slimectl.data.prompts import open_prompts
@@ -28,7 +29,7 @@ ROWS = [{"prompt": f"{i}+1=", "label": str(i + 1), "metadata": {"i": i}} for i i
 
 
 def texts(*sources: str, **options: Any) -> list[Any]:
-    return [prompt.text for prompt in open_prompts([str(source) for source in sources], **options)]
+    return [prompt.text for prompt in open_prompts([str(source) for source in sources], PromptOptions(**options))]
 
 
 def expected(*numbers: int) -> list[str]:
@@ -95,8 +96,8 @@ def test_every_kind_of_file_gives_the_same_prompts(
 ):
     write(tmp_path / name)
     for options in ({}, {"start": 7}, {"epochs": 3, "start": 14}, {"shuffle_seed": 5, "epochs": 2, "start": 3}):
-        given = list(open_prompts([str(tmp_path / name)], **options))
-        assert given == list(open_prompts([str(jsonl)], **options))
+        given = list(open_prompts([str(tmp_path / name)], PromptOptions(**options)))
+        assert given == list(open_prompts([str(jsonl)], PromptOptions(**options)))
     assert given[0].index == 3
     assert isinstance(given[0].metadata["i"], int)
 
@@ -137,7 +138,7 @@ def test_sources_that_are_not_there_are_refused_before_anything_is_read(tmp_path
         open_prompts([])
     for options in ({}, {"shuffle_seed": 1}, {"epochs": None}):
         with pytest.raises(SettingsError, match=r"empty\.jsonl: no rows"):
-            next(open_prompts([str(tmp_path / "empty.jsonl")], **options))
+            next(open_prompts([str(tmp_path / "empty.jsonl")], PromptOptions(**options)))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +244,7 @@ def test_a_label_is_taught_preferred_judged_and_graded_as_one_text(tmp_path: Pat
     for text in ("x", [{"role": "user", "content": "x"}]):
         tokens, length, _ = sft_sample(Prompt(text, label=prompt.label), tokenizer)
         assert tokenizer.decode(tokens[-length:], skip_special_tokens=True) == words
-    pair = next(open_preferences([source], input_key="prompt", metadata_key="metadata", tool_key="tools"))
+    pair = next(open_preferences([source]))
     assert pair.chosen.label == words
     sample = Sample(prompt="x", response=words, label=prompt.label, reward=1.0)
     assert Judge(url="http://127.0.0.1:1/v1", template="{label}{response}").question(sample) == words * 2
@@ -276,7 +277,7 @@ def test_functions_are_sources(tmp_path: Path):
     assert texts(f"{file}:rows?size=2&word=a b", epochs=2) == ["a b0", "a b1"] * 2
     assert sorted(texts(f"{file}:rows", shuffle_seed=1)) == ["x0", "x1", "x2"]
     assert texts(f"{file}:rows@[1:]") == ["x1", "x2"]
-    assert list(open_prompts([f"{file}:listed"], epochs=2))[1] == Prompt("a", label="b", index=1)
+    assert list(open_prompts([f"{file}:listed"], PromptOptions(epochs=2)))[1] == Prompt("a", label="b", index=1)
     with pytest.raises(SettingsError, match="unexpected keyword argument 'sizes'"):
         texts(f"{file}:rows?sizes=2")
     with pytest.raises(HookError, match="failing raised ZeroDivisionError: division by zero"):

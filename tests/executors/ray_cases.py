@@ -39,8 +39,11 @@ def policy_over_ranks(folder: Path) -> Any:
     from slimectl.checkpoints.hf import HFCheckpoint
     from slimectl.policies.fsdp.policy import FsdpPolicy
     from slimectl.policies.optimizer import OptimizerOptions
+    from slimectl.policies.options import TrainerOptions
 
-    return FsdpPolicy(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-3), max_tokens_per_pack=12)
+    return FsdpPolicy(
+        folder, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=1e-3), max_tokens_per_pack=12)
+    )
 
 
 def sums(weights: Any) -> dict[str, float]:

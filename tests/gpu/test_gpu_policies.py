@@ -14,6 +14,7 @@ from policies.policy_cases import Clipped, WeightedNegativeLogProb, new_policy, 
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.types import TrainingSample
 
 DEVICE = "cuda"
@@ -61,7 +62,9 @@ def test_megatrons_steps_on_the_gpu_are_those_of_fsdp_on_the_cpu(
     from slimectl.policies.megatron.policy import MegatronPolicy
 
     on_cpu = train(new_policy(model_dir("qwen3")), range(2))
-    policy = MegatronPolicy(model_dir("qwen3"), HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-3), dtype=dtype)
+    policy = MegatronPolicy(
+        model_dir("qwen3"), HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=1e-3), dtype=dtype)
+    )
     assert policy.device.type == DEVICE
     assert_close(train(policy, range(2)), on_cpu, tolerance)
 

@@ -21,7 +21,7 @@ from slimectl.planner import memory
 from slimectl.planner.workload import Run
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.lora import LoraOptions
-from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import MegatronOptions, TrainerOptions
 from slimectl.policies.recompute import Recompute
 from slimectl.settings.train import TrainSettings
 from slimectl.types import TrainingSample
@@ -107,10 +107,8 @@ def layers_alone(name: str, run: Run) -> float:
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "glm4", "qwen2_moe", "qwen3_moe", "glm4_moe"])
 def test_fsdp_saves_what_the_formula_says(name: str, dtype: Any, recompute: Any, tmp_path: Path):
     create_model(config_of(name), tmp_path, seed=0)
-    policy = FsdpPolicy(
-        tmp_path, HFCheckpoint(), optimizer=OptimizerOptions(), dtype=dtype, max_tokens_per_pack=4096,
-        recompute=Recompute(recompute, MODULES[name]),
-    )  # fmt: skip
+    options = TrainerOptions(dtype=dtype, recompute=Recompute(recompute, MODULES[name]))
+    policy = FsdpPolicy(tmp_path, HFCheckpoint(), options)
     # The last token of a row is not computed.
     response = LENGTH + 1 - PROMPT
     rows = [TrainingSample([g] * (LENGTH + 1), response, [1.0] * response, group=g) for g in range(SEQUENCES)]
@@ -137,8 +135,7 @@ def test_adapters_save_at_most_what_lies_between_their_halves_besides(dtype: Any
     rows = [TrainingSample([g] * (LENGTH + 1), response, [1.0] * response, group=g) for g in range(SEQUENCES)]
 
     def saved(lora: LoraOptions | None) -> int:
-        options = OptimizerOptions()
-        policy = FsdpPolicy(tmp_path, HFCheckpoint(), optimizer=options, dtype=dtype, lora=lora)
+        policy = FsdpPolicy(tmp_path, HFCheckpoint(), TrainerOptions(dtype=dtype, lora=lora))
         ((pack,),) = (policy._packs_of_rank(rows),)
         return saved_bytes(lambda: policy._forward(rows, pack, entropy=False), policy.model.parameters())
 
@@ -177,8 +174,8 @@ def test_megatron_saves_what_the_formula_says(name: str, dtype: Any, recompute: 
     from slimectl.policies.megatron.batch import packed
     from slimectl.policies.megatron.model import build
 
-    options = Recompute(recompute, MODULES[name])
-    (model,) = build(_architecture(name), ParallelLayout(), dtype=getattr(torch, dtype), recompute=options)
+    options = TrainerOptions(dtype=dtype, recompute=Recompute(recompute, MODULES[name]))
+    (model,) = build(_architecture(name), options, MegatronOptions())
     model.train()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)

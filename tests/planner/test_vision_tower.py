@@ -15,14 +15,15 @@ from vision_models import CONFIGS, IMAGE, image_file, image_prompt
 
 from slimectl.architectures import cards
 from slimectl.architectures.config import with_defaults
+from slimectl.architectures.registry import FAMILIES
 from slimectl.checkpoints.create import create_model
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.data.images import processor_of
 from slimectl.planner import flops, memory, parameters, plan
-from slimectl.planner.vision import DEFAULTS, VisionTower
+from slimectl.planner.vision import VisionTower
 from slimectl.planner.workload import Run
 from slimectl.policies.fsdp.policy import FsdpPolicy
-from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.policies.recompute import Recompute
 from slimectl.types import TrainingSample
 
@@ -58,7 +59,9 @@ def hf_tower(family: str, vision: dict[str, Any], attention: str = "sdpa") -> An
 @pytest.mark.parametrize("family", CONFIGS)
 def test_defaults_are_those_of_transformers(family: str):
     config = json.loads(json.dumps(AutoConfig.for_model(family).vision_config.to_dict()))
-    assert {name: config[name] for name in DEFAULTS[family]} == DEFAULTS[family]
+    tower = FAMILIES[family].tower
+    assert tower is not None
+    assert {name: config[name] for name in tower.defaults} == tower.defaults
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -93,10 +96,8 @@ def test_a_policy_saves_what_the_formula_says(family: str, dtype: Any, recompute
     processor = processor_of(str(tmp_path / "model"))
     images = [image_file(tmp_path / f"{seed}.png", width=64, height=96, seed=seed) for seed in range(2)]
     prompts = [image_prompt(processor, [image]) for image in images]
-    policy = FsdpPolicy(
-        tmp_path / "model", HFCheckpoint(), optimizer=OptimizerOptions(), dtype=dtype, recompute=Recompute(recompute),
-        freeze_vision_tower=not trained,
-    )  # fmt: skip
+    options = TrainerOptions(dtype=dtype, recompute=Recompute(recompute), freeze_vision_tower=not trained)
+    policy = FsdpPolicy(tmp_path / "model", HFCheckpoint(), options)
 
     def packed(tower_images: bool) -> tuple[list[TrainingSample], Any]:
         rows = [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from slimectl.architectures.parallel import ParallelLayout
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.policies.fsdp.policy import FsdpActorCritic, FsdpCritic, FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import MegatronOptions, TrainerOptions
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.policy_gradient import PolicyGradient
@@ -61,20 +63,20 @@ class Learner:
 
     def arrange(self, options: dict[str, Any]) -> None:
         for learns in filter(None, (self.policy, self.critic, self.both)):
-            for name, value in options.items():
-                setattr(learns, name, value)
+            learns.options = replace(learns.options, **options)
 
 
 def fsdp(folder: Path) -> Learner:
     kinds = (FsdpPolicy, FsdpCritic, FsdpActorCritic)
-    return Learner(*(kind(folder, HFCheckpoint(), optimizer=STILL) for kind in kinds))
+    return Learner(*(kind(folder, HFCheckpoint(), TrainerOptions(optimizer=STILL)) for kind in kinds))
 
 
 def megatron(folder: Path, layout: ParallelLayout) -> Learner:
     from slimectl.policies.megatron.policy import MegatronCritic, MegatronPolicy
 
     kinds = (MegatronPolicy, MegatronCritic)
-    return Learner(*(kind(folder, HFCheckpoint(), optimizer=STILL, layout=layout) for kind in kinds))
+    options = TrainerOptions(optimizer=STILL), MegatronOptions(layout=layout)
+    return Learner(*(kind(folder, HFCheckpoint(), *options) for kind in kinds))
 
 
 class Member:

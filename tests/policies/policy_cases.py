@@ -18,6 +18,7 @@ from slimectl.architectures.lora import halves, merged
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.protocols import Adapter
 from slimectl.types import TrainingSample
 
@@ -109,7 +110,7 @@ def flat_log_probs(policy: Any, rows: list[TrainingSample]) -> Tensor:
 
 
 def new_policy(model_dir: Path, **options: Any) -> FsdpPolicy:
-    return FsdpPolicy(model_dir, HFCheckpoint(), **({"optimizer": OptimizerOptions(lr=1e-3)} | options))
+    return FsdpPolicy(model_dir, HFCheckpoint(), TrainerOptions(**({"optimizer": OptimizerOptions(lr=1e-3)} | options)))
 
 
 def adapter_parts(adapter: Adapter) -> tuple[float, dict[str, Tensor]]:

@@ -15,6 +15,7 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError, RecordError, SettingsError
 from slimectl.policies.fsdp.policy import FsdpCritic
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.policies.recompute import Recompute
 from slimectl.types import TrainingSample
 
@@ -82,7 +83,7 @@ def test_layers_whose_mlp_has_another_name_recompute_their_attention(new_model: 
 def test_a_critic_that_recomputes_has_the_same_values_every_time(new_model: NewModel):
     folder, rows = new_model("starcoder2", **SHAPE, **DROPOUT), random_rows(groups=1)
     plain, other = (
-        FsdpCritic(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=0.1), recompute=recompute)
+        FsdpCritic(folder, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=0.1), recompute=recompute))
         for recompute in (Recompute(), FULL)
     )
     for critic in (plain, other):

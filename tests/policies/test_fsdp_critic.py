@@ -19,13 +19,14 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpCritic
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.policies.rank_group import DistributedPolicy
 
 ModelDir = Callable[..., Path]
 
 
 def new_critic(folder: Path, **options: Any) -> FsdpCritic:
-    return FsdpCritic(folder, HFCheckpoint(), **({"optimizer": OptimizerOptions(lr=3e-3)} | options))
+    return FsdpCritic(folder, HFCheckpoint(), TrainerOptions(**({"optimizer": OptimizerOptions(lr=3e-3)} | options)))
 
 
 @pytest.fixture(scope="module", params=["llama", "llama_untied"])

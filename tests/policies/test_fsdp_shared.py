@@ -20,6 +20,7 @@ from slimectl.errors import CheckpointError
 from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpActorCritic, FsdpCritic, FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.policies.rank_group import DistributedPolicy
 
 ModelDir = Callable[..., Path]
@@ -27,7 +28,7 @@ LOSS = PolicyAndValueLoss(PolicyLoss(), ValueLoss(value_clip=10.0), 0.5)
 
 
 def new(folder: Path, kind: Callable[..., Any] = FsdpActorCritic, **options: Any) -> Any:
-    return kind(folder, HFCheckpoint(), **({"optimizer": OptimizerOptions(lr=3e-3)} | options))
+    return kind(folder, HFCheckpoint(), TrainerOptions(**({"optimizer": OptimizerOptions(lr=3e-3)} | options)))
 
 
 @pytest.fixture(scope="module", params=["llama", "llama_untied"])

@@ -20,6 +20,7 @@ from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpCritic
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.policies.rank_group import DistributedPolicy, LockedPolicy
 
 ModelDir = Callable[..., Path]
@@ -139,7 +140,7 @@ def test_two_ranks_equal_one(model_dir: ModelDir):
 
 
 def test_a_critic_keeps_its_head_in_the_adapter(model_dir: ModelDir, tmp_path: Path):
-    critic = FsdpCritic(model_dir(), HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-2), lora=LORA)
+    critic = FsdpCritic(model_dir(), HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=1e-2), lora=LORA))
     rows = random_rows()
     for row in rows:
         row.old_log_probs = [0.0] * row.response_length
@@ -147,7 +148,7 @@ def test_a_critic_keeps_its_head_in_the_adapter(model_dir: ModelDir, tmp_path: P
     critic.save(tmp_path)
     assert "base_model.model.score.weight" in load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["modules_to_save"] == ["score"]
-    resumed = FsdpCritic(model_dir(), HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-2), lora=LORA)
+    resumed = FsdpCritic(model_dir(), HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=1e-2), lora=LORA))
     resumed.load(tmp_path)
     assert resumed.values(rows) == critic.values(rows)
 

@@ -19,6 +19,7 @@ from slimectl.policies.fsdp import packed_batch
 from slimectl.policies.fsdp.packed_batch import build_packed_batch
 from slimectl.policies.fsdp.policy import FsdpActorCritic, FsdpCritic, FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.policies.pack_layout import lay_out
 from slimectl.policies.recompute import Recompute
 from slimectl.types import TrainingSample
@@ -30,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trainer(folder: Path, kind: Any = FsdpPolicy, **options: Any) -> Any:
-    return kind(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-3), **options)
+    return kind(folder, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=1e-3), **options))
 
 
 @pytest.fixture(scope="module")

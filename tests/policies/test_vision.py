@@ -20,6 +20,7 @@ from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpActorCritic, FsdpPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.policies.recompute import Recompute
 from slimectl.types import TrainingSample
@@ -48,7 +49,9 @@ def rows(folder: Path) -> list[TrainingSample]:
 
 def new(folder: Path, **options: Any) -> FsdpPolicy:
     # With Adam's usual eps a gradient that is rounding error alone (3e-8, in one weight) would move its weight.
-    return FsdpPolicy(folder, HFCheckpoint(), **({"optimizer": OptimizerOptions(lr=1e-2, eps=1e-5)} | options))
+    return FsdpPolicy(
+        folder, HFCheckpoint(), TrainerOptions(**({"optimizer": OptimizerOptions(lr=1e-2, eps=1e-5)} | options))
+    )
 
 
 def test_log_probs_and_gradients_are_those_of_transformers(folder: Path, rows: list[TrainingSample]):
@@ -143,6 +146,6 @@ def test_recomputation_bfloat16_adapters_and_critics_read_images(folder: Path, r
     before = load_file(folder / "model.safetensors")
     moved = {name for name, tensor in weights.items() if not torch.equal(tensor, before[name])}
     assert {name.split(".")[-2] for name in moved} == {"q_proj", "down_proj"}
-    both = FsdpActorCritic(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-2))
+    both = FsdpActorCritic(folder, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=1e-2)))
     assert both.log_probs(rows) == new(folder).log_probs(rows)
     assert [len(values) for values in both.values(rows)] == [row.response_length for row in rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
+from slimectl.data.columns import PromptOptions
 from slimectl.data.prompts import open_prompts
 from slimectl.recipes.larger_number import prompts
 
@@ -54,5 +55,5 @@ def test_it_is_a_source_like_any_other():
     source = "slimectl.recipes.larger_number:prompts?size=6&seed=1&shots=0"
     first = next(open_prompts([source]))
     assert re.fullmatch(r"Which number is larger, \d+ or \d+\?", str(first.text))
-    assert list(open_prompts([source], start=2)) == list(open_prompts([source]))[2:]
+    assert list(open_prompts([source], PromptOptions(start=2))) == list(open_prompts([source]))[2:]
     assert [prompt.text for prompt in prompts(1, 6, 0)] == [prompt.text for prompt in open_prompts([source])]

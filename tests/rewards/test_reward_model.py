@@ -17,6 +17,7 @@ from slimectl.errors import SettingsError
 from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpCritic
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.rewards import verifier
 from slimectl.rewards.reward_model import _Model
 from slimectl.settings import Settings
@@ -37,7 +38,9 @@ def answer(i: int, text: str) -> Sample:
 @pytest.fixture(scope="module")
 def trained(model_dir: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FsdpCritic]:
     """A reward model after a few steps, saved."""
-    critic = FsdpCritic(model_dir(), HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-2, weight_decay=0.0))
+    critic = FsdpCritic(
+        model_dir(), HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=1e-2, weight_decay=0.0))
+    )
     pairs = [answer(i // 2, text) for i, text in enumerate(ANSWERS[:4])]
     for i, sample in enumerate(pairs):
         sample.index, sample.rollout_id, sample.reward = i, i, float(i % 2)

@@ -16,7 +16,7 @@ from slimectl.data.records import sample_to_json
 from slimectl.errors import SettingsError, StorageError
 from slimectl.runtime.rounds import RecordedRounds
 from slimectl.runtime.run import TrainingRun
-from slimectl.stages.recorded_rounds import repeated
+from slimectl.stages.recorded_rounds import SampleFiles, repeated
 from slimectl.types import Sample, Status
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -50,7 +50,7 @@ class Training:
 
     def run(self, file: str = "words.jsonl", *, resume: bool = False, **changes: Any) -> TrainingRun:
         settings = load_settings(values=self.settings | changes)
-        return TrainingRun(settings, rounds=RecordedRounds(settings, [self.file(file)]))
+        return TrainingRun(settings, rounds=RecordedRounds(settings, SampleFiles([self.file(file)])))
 
     def file(self, name: str) -> str:
         return str(self.folder / name)

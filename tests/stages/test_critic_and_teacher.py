@@ -17,6 +17,7 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import RecordError
 from slimectl.policies.fsdp.policy import FsdpActorCritic, FsdpCritic, FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.stages.score import attach_log_probs
@@ -54,7 +55,7 @@ def algorithm(name: str, **changes: Any) -> Any:
 
 
 def new(kind: Callable[..., Any], folder: Path) -> Any:
-    return kind(folder, HFCheckpoint(), optimizer=OPTIONS)
+    return kind(folder, HFCheckpoint(), TrainerOptions(optimizer=OPTIONS))
 
 
 class Expecting:

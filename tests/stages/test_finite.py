@@ -17,6 +17,7 @@ from slimectl.errors import DivergedError
 from slimectl.hooks.user_hooks import UserHooks
 from slimectl.policies.fsdp.policy import FsdpCritic, FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.settings import Settings
 from slimectl.stages.finite_check import FiniteCheck
 from slimectl.stages.train import train
@@ -34,7 +35,7 @@ def sample(index: int, *, reward: float = 0.0, log_prob: float = -1.0) -> Sample
 
 
 def policy(model: Path, kind: Any = FsdpPolicy) -> Any:
-    return kind(model, HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-2))
+    return kind(model, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=1e-2)))
 
 
 def settings(**sections: Any) -> Settings:

@@ -14,6 +14,7 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import RecordError
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.checks import conflicts
@@ -210,7 +211,9 @@ def test_what_a_paper_changes_is_the_default_of_its_algorithm():
 
 @pytest.fixture
 def policy(model_dir: Callable[..., Path]) -> FsdpPolicy:
-    return FsdpPolicy(model_dir(), HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-3, weight_decay=0.0))
+    return FsdpPolicy(
+        model_dir(), HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=1e-3, weight_decay=0.0))
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,6 +15,7 @@ from slimectl.errors import HookError, RecordError, SettingsError
 from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.settings.score import ScoreSettings
@@ -86,7 +87,7 @@ def test_a_failed_attempt_gets_0_whatever_the_reward_function_says(executor: Loc
 
 
 def test_the_reference_attaches_its_own_log_probabilities(executor: LocalExecutor, model_dir: ModelDir):
-    frozen = FsdpPolicy(model_dir(), HFCheckpoint(), optimizer=OptimizerOptions(lr=0.0))
+    frozen = FsdpPolicy(model_dir(), HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=0.0)))
     given = [answered(word, index, group_index=index // 2) for index, word in enumerate(["a", "bcd", "efg hi", "j"])]
     scored = list(score(given, slow_for_even_ones, ScoreSettings(), executor=executor, reference=frozen))
     rows = [TrainingSample(s.tokens, s.response_length, [0.0] * s.response_length, group=s.group_index) for s in given]

@@ -16,6 +16,7 @@ from workshop import Workshop
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.settings import Settings
 from slimectl.stages.train import train
 from slimectl.types import Sample, Status, StepReport, TrainingSample
@@ -27,7 +28,9 @@ CHATML = "<|im_start|>user\nwhat now<|im_end|>\n<|im_start|>assistant\n"
 
 @pytest.fixture
 def new_policy(model_dir: ModelDir) -> Make:
-    return lambda: FsdpPolicy(model_dir(), HFCheckpoint(), optimizer=OptimizerOptions(lr=1e-3, weight_decay=0.0))
+    return lambda: FsdpPolicy(
+        model_dir(), HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=1e-3, weight_decay=0.0))
+    )
 
 
 DROPPED = {"drop_zero_std_groups": True}
@@ -307,7 +310,7 @@ def test_sft_learns_from_chats_what_the_assistant_said(workshop: Workshop):
     (workshop.folder / "chats.jsonl").write_text((json.dumps({"prompt": chat}) + "\n") * 32)
     falling = losses(workshop, "chats.jsonl")
     # The first loss is that of the assistant's words and end token alone.
-    policy = FsdpPolicy(workshop.model, HFCheckpoint(), optimizer=OptimizerOptions(lr=0.0))
+    policy = FsdpPolicy(workshop.model, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=0.0)))
     tokenizer = AutoTokenizer.from_pretrained(workshop.model)
     answer = tokenizer.encode("four<|im_end|>")
     assert len(answer) == 5

@@ -28,6 +28,7 @@ from slimectl.engines.weight_sync.memory import TensorSync
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.policies.rank_group import LockedPolicy
 from slimectl.protocols import Policy, WeightSync
 from slimectl.types import SamplingParams, TrainingSample
@@ -79,13 +80,13 @@ def folder(model_dir: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def trainer(folder: Path) -> FsdpPolicy:
-    return FsdpPolicy(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=0.02))
+    return FsdpPolicy(folder, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=0.02)))
 
 
 @pytest.fixture(scope="module")
 def adapted(folder: Path) -> FsdpPolicy:
     lora = LoraOptions(rank=4, alpha=8.0, targets=("q_proj",))
-    return FsdpPolicy(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=0.02), lora=lora)
+    return FsdpPolicy(folder, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=0.02), lora=lora))
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,7 @@ TO_SERVERS = {
 
 CHECKPOINT = {"engines/weight_sync/disk.py", "checkpoints/hf.py", "checkpoints/safetensors_io.py",
               "system/model_files.py", "data/atomic_replace.py", "data/ownership.py"}  # fmt: skip
-DELTA = {"engines/weight_sync/delta.py", "engines/weight_sync/delta_apply.py", "engines/weight_sync/delta_format.py",
+DELTA = {"engines/weight_sync/delta.py", "engines/weight_sync/delta_format.py",
          "system/deltas.py", "data/atomic_replace.py", "data/io.py"}  # fmt: skip
 
 
@@ -136,7 +137,7 @@ def test_a_push_to_servers_enters_seven_files_and_those_of_its_transport(
     if transport in (DiskSync, DeltaSync):
         options = {"folder": tmp_path, "write": partial(write_model, folder)}
     sync = transport(policy, serving.workers([url]), **options)
-    compiler = {"native/compiler.py"}  # where this process has not loaded its kernels before
+    compiler = {"system/compiler.py"}  # where this process has not loaded its kernels before
     assert files_of_second_push(sync, policy, lambda: None) - compiler == TO_SERVERS | files
 
 

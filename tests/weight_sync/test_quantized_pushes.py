@@ -16,15 +16,16 @@ from torch import Tensor
 from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.checkpoints.quantization import Fp8Blocks, Fp8Scale, QuantizedStream
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.engines.weight_sync.base import cast
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
-from slimectl.stages.convert import ConvertOptions
 
 ModelDir = Callable[..., Path]
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -85,7 +86,7 @@ def test_untrained_weights_arrive_as_the_checkpoint_that_servers_began_with(
     rounded.mkdir()
     (rounded / "config.json").write_text((source / "config.json").read_text())
     HFCheckpoint(dtype=torch.bfloat16).write(rounded, HFCheckpoint().read(source))
-    policy = FsdpPolicy(rounded, HFCheckpoint(), optimizer=OptimizerOptions())
+    policy = FsdpPolicy(rounded, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions()))
     builders.to_servers(chosen, policy, readers, model=rounded, folder=tmp_path).push()
     assert bits(readers.tensors) == bits(original)
     assert (

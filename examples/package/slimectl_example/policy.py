@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slimectl.policies.options import TrainerOptions
+from slimectl.protocols import CheckpointFormat
 from slimectl.runtime.builders.trainers import FsdpBackend, Role
 from slimectl.settings import Settings
 
@@ -12,6 +15,8 @@ from slimectl.settings import Settings
 class NormOnlyBackend(FsdpBackend):
     """train.backend = "norm_only"."""
 
-    def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:
-        options["train_only"] = [r"^model\.norm\."]
-        return super().build(settings, folder, role=role, store_prefix=store_prefix, **options)
+    def build(
+        self, settings: Settings, folder: Path, role: Role, options: TrainerOptions, checkpoint: CheckpointFormat
+    ) -> Any:
+        options = replace(options, train_only=[r"^model\.norm\."])
+        return super().build(settings, folder, role, options, checkpoint)

@@ -18,10 +18,11 @@ from slimectl.checkpoints.quantization import Fp8Blocks, Fp8Scale, Int4Groups, Q
 from slimectl.checkpoints.torch_dist.mapping import TorchDistWeights, chunks_of, extra_states
 from slimectl.checkpoints.torch_dist.writer import write_torch_dist
 from slimectl.checkpoints.validate import UnfusedExperts, ValidatedWeights
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.data.hashing import Digest, content_hash
 from slimectl.data.manifest import Manifest, check_integrity, integrity_error, settings_hash
 from slimectl.protocols import NO_PROGRESS, Progress, Weights
-from slimectl.stages.convert import ConvertOptions, Output, convert
+from slimectl.stages.convert import Output, convert
 from slimectl.system.model_files import check_model_files
 
 VERIFIED_BYTES = 2_000_000_000

@@ -91,11 +91,12 @@ def _megatron_logits(source: Source, result: Weights, tokens: Tensor) -> Tensor:
     from slimectl.policies.megatron import parallel
     from slimectl.policies.megatron.batch import packed
     from slimectl.policies.megatron.model import build, device
+    from slimectl.policies.options import MegatronOptions, TrainerOptions
 
     model, layout, running = source.needed_model(), ParallelLayout(), torch.distributed.is_initialized()
     parallel.start(layout, seed=0)
     try:
-        (gpt,) = build(model.architecture, layout, dtype=torch.float32)
+        (gpt,) = build(model.architecture, TrainerOptions(), MegatronOptions())
         state_dict = gpt.state_dict()
         missing = [link.megatron for link in model.links if link.megatron not in state_dict]
         if missing:

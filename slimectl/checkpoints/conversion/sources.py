@@ -20,10 +20,10 @@ from slimectl.checkpoints.stored_names import PlainNames, is_quantized, lasting_
 from slimectl.checkpoints.torch_dist.mapping import TorchDistWeights
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist, newest
 from slimectl.checkpoints.validate import ValidatedModel
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.data.hugging_face import or_fetch
 from slimectl.errors import BackendError, CheckpointError, SettingsError
 from slimectl.protocols import Weights
-from slimectl.stages.convert import ConvertOptions
 from slimectl.system.model_files import check_model_files, policy_folder
 from slimectl.system.stdio import logger
 

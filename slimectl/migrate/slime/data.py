@@ -10,6 +10,7 @@ from typing import Any
 
 from slimectl.algorithms.prefix_trie import first_fit
 from slimectl.data.atomic_replace import write_text
+from slimectl.data.columns import PromptOptions
 from slimectl.data.prompts import open_prompts, ordered_rows, shuffled_order
 from slimectl.errors import CheckpointError
 from slimectl.migrate.slime.arguments import load_function
@@ -71,7 +72,7 @@ class Dataset:
         keys = {"label_key": label_key, "tool_key": tool_key, "image_key": (multimodal_keys or {}).get("image")}
         options: dict[str, Any] = {name: key for name, key in keys.items() if key is not None}
         sources = [path] if isinstance(path, str) else list(path)
-        prompts = open_prompts(sources, input_key=prompt_key, metadata_key=metadata_key, **options)
+        prompts = open_prompts(sources, PromptOptions(prompt_key, metadata_key=metadata_key, **options))
         samples = [_as_sample(prompt, has_label=label_key is not None) for prompt in prompts]
         self.origin_samples = filter_long_prompt(samples, tokenizer, processor, max_length)
         if apply_chat_template:

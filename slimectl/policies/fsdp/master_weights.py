@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from slimectl.architectures.lora import is_adapter
-from slimectl.errors import SettingsError
 from slimectl.policies.fsdp.model import PackedModel, ParameterNames, Slot, decoder_layers, persistent_buffers
 from slimectl.policies.optimizer import Bfloat16AdamW, OptimizerOptions, ShardElements
+from slimectl.policies.options import TrainerOptions
 from slimectl.protocols import CheckpointFormat
 
 
@@ -46,9 +46,6 @@ def clip(gradients: list[Tensor], norm: float, limit: float) -> None:
     """Scale all gradients so that their global norm `norm` is at most `limit`."""
     if limit and norm > limit:
         torch._foreach_mul_(gradients, limit / (norm + 1e-6))
-
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def sharded_dimension(shape: torch.Size, ranks: int) -> int:
@@ -119,30 +116,27 @@ class MasterWeights:
     def __init__(
         self,
         model: PackedModel,
+        options: TrainerOptions,
         *,
-        dtype: str,
         device: torch.device,
         mesh: Any | None,
-        added: Mapping[str, Tensor] | None = None,
-        offload: str | None = None,
+        added: Mapping[str, Tensor],
     ) -> None:
         """`added`: parameters that a checkpoint may lack, with their initial values."""
-        if dtype not in DTYPES:
-            raise SettingsError(f"dtype {dtype!r}: must be {' or '.join(DTYPES)}")
-        self.mesh = mesh
-        self.added = added or {}
+        dtype, offload = options.compute_dtype, options.offload
+        self.mesh, self.added = mesh, added
         self.names = ParameterNames(model.hf, optional=self.added)
         self.shapes = {name: parameter.shape for name, parameter in model.hf.named_parameters()}
         offloads = offload == "parameters"
-        self._sharded = [] if mesh is None else _shard(model, mesh, DTYPES[dtype], offloads=offloads)
-        self.rounds = mesh is None and DTYPES[dtype] != torch.float32
+        self._sharded = [] if mesh is None else _shard(model, mesh, dtype, offloads=offloads)
+        self.rounds = mesh is None and dtype != torch.float32
         """Whether the precision of the model's weights differs from the masters' precision."""
         self.copies = self.rounds or offload == "optimizer"
         """Whether the model holds copies of the masters instead of the masters themselves."""
         if self.rounds:
             for parameter in model.hf.parameters():
-                parameter.data = parameter.data.to(DTYPES[dtype])
-        _materialise(model, device, parameters_on=torch.device("cpu") if offload == "parameters" else device)
+                parameter.data = parameter.data.to(dtype)
+        _materialise(model, device, parameters_on=torch.device("cpu") if offloads else device)
         self.parameters: dict[str, nn.Parameter] = dict(model.hf.named_parameters())
         self.tensors = {name: local_part(parameter.data) for name, parameter in self.parameters.items()}
         if self.copies:

@@ -18,23 +18,18 @@ from slimectl.policies.checkpoint import VALUE_HEAD, check_value_head, new_train
 from slimectl.policies.fsdp.model import PackedModel
 from slimectl.policies.fsdp.packed_batch import PackedBatch
 from slimectl.policies.fsdp.trainer import FsdpTrainer
-from slimectl.protocols import CheckpointFormat
 from slimectl.system.model_files import trainer_folder
 from slimectl.types import TokenBatch, TrainingSample
 
 
 class FsdpPolicy(FsdpTrainer):
-    """protocols.Policy on a Hugging Face model. `options` are passed to FsdpTrainer."""
-
-    def __init__(self, model_dir: Path, checkpoint: CheckpointFormat, *, temperature: float = 1.0, **options: Any):
-        self.temperature = temperature
-        super().__init__(model_dir, checkpoint, **options)
+    """protocols.Policy on a Hugging Face model."""
 
     def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         return self.of_rows(rows)
 
     def _wrap_model(self, hf: nn.Module) -> PackedModel:
-        return PackedModel(hf, temperature=self.temperature)
+        return PackedModel(hf, temperature=self.options.temperature)
 
 
 HEAD = "score"
@@ -64,8 +59,7 @@ def add_head(hf: Any) -> dict[str, Tensor]:
 class FsdpCritic(FsdpTrainer):
     """protocols.Critic: values on the backbone of `model_dir`, all parameters trained.
 
-    `options` are passed to FsdpTrainer. The head starts at zero unless the checkpoint has one. Checkpoints store it as
-    `score.weight`.
+    The head starts at zero unless the checkpoint has one. Checkpoints store it as `score.weight`.
     """
 
     def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
@@ -132,7 +126,7 @@ class FsdpActorCritic(FsdpPolicy):
         return super()._add_modules(hf) | add_head(hf)
 
     def _wrap_model(self, hf: nn.Module) -> PackedModel:
-        return PolicyValueModel(hf, temperature=self.temperature)
+        return PolicyValueModel(hf, temperature=self.options.temperature)
 
     def _token_batch(
         self,

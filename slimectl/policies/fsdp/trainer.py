@@ -12,16 +12,16 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from slimectl.algorithms.packing import DYNAMIC, BatchingOptions, Pack, plan_batches
+from slimectl.algorithms.packing import Pack, plan_batches
+from slimectl.architectures.family import TOWER_PATTERN
 from slimectl.architectures.lora import halves
-from slimectl.architectures.qwen_vl import TOWER_PATTERN
 from slimectl.checkpoints.base_model import fingerprint
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.data.images import processor_of
@@ -41,7 +41,7 @@ from slimectl.policies.checkpoint import (
 )
 from slimectl.policies.determinism import in_kernels
 from slimectl.policies.fsdp.lora import Adapters
-from slimectl.policies.fsdp.master_weights import DTYPES, MasterWeights, adamw, clip, local_part, squared_norm
+from slimectl.policies.fsdp.master_weights import MasterWeights, adamw, clip, local_part, squared_norm
 from slimectl.policies.fsdp.model import PackedModel, decoder_layers, empty_model, rope_limit
 from slimectl.policies.fsdp.packed_batch import PackedBatch, build_packed_batch
 from slimectl.policies.fsdp.routing_replay import ExpertReplay
@@ -49,8 +49,8 @@ from slimectl.policies.host_memory import HostMemory
 from slimectl.policies.lm_head import of_logits
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of, read_adapter, write_adapter
 from slimectl.policies.onednn_linear import ROWS, is_faster, use_onednn
-from slimectl.policies.optimizer import OptimizerOptions, lr_at, trainable_names
-from slimectl.policies.recompute import Recompute
+from slimectl.policies.optimizer import lr_at, trainable_names
+from slimectl.policies.options import TrainerOptions
 from slimectl.policies.token_batch import (
     available_columns,
     check_vocabulary,
@@ -69,74 +69,46 @@ LAYER_PARAMETERS = 2
 class FsdpTrainer:
     """Base class of policies and critics: everything except the computation on the hidden states.
 
-    `dtype` applies to forward and backward. Masters, gradients and optimizer are float32. In a process group, every
-    rank builds a trainer and makes the same calls. With `trains` False the model is only used for log-probabilities,
-    so no gradient memory is allocated. With `lora` the base model is frozen: adapters are trained, and any modules that
-    a subclass adds. `freeze` and `train_only` are then ignored. `offload` is passed to MasterWeights. With
-    `rollout_routing_replay` every row has the experts of its tokens, and rows share only tokens with equal experts.
+    In a process group, every rank builds a trainer and makes the same calls. With `options.trains` False, no gradient
+    memory is allocated.
     """
 
-    kernels: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context manager for every computation."""
-
     def __init__(
-        self,
-        model_dir: Path,
-        checkpoint: CheckpointFormat,
-        *,
-        optimizer: OptimizerOptions,
-        max_tokens_per_pack: int = 4096,
-        batching: BatchingOptions = DYNAMIC,
-        dtype: str = "float32",
-        recompute: Recompute | None = None,
-        share_prefixes: bool = True,
-        freeze: Sequence[str] = (),
-        train_only: Sequence[str] = (),
-        freeze_vision_tower: bool = True,
-        trains: bool = True,
-        lora: LoraOptions | None = None,
-        offload: Literal["optimizer", "parameters"] | None = None,
-        rollout_routing_replay: bool = False,
-        device: str = "cpu",
-        seed: int = 0,
+        self, model_dir: Path, checkpoint: CheckpointFormat, options: TrainerOptions = TrainerOptions()
     ) -> None:
-        self.model_dir, self.checkpoint, self.options = Path(model_dir), checkpoint, optimizer
-        self.max_tokens, self.batching = max_tokens_per_pack, batching
-        self.share_prefixes = share_prefixes
-        self.device, self.seed, self.step = torch.device(device), seed, 0
+        self.model_dir, self.checkpoint, self.options = Path(model_dir), checkpoint, options
+        self.device, self.step = torch.device(options.device or "cpu"), 0
         grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-        mesh = self._mesh(grouped or offload == "parameters")
-        hf: Any = empty_model(self.model_dir, recompute or Recompute())
+        mesh = self._mesh(grouped or options.offload == "parameters")
+        hf: Any = empty_model(self.model_dir, options.recompute)
         self.rope_limit = rope_limit(hf)
         self.vocabulary = int(hf.get_input_embeddings().num_embeddings)
-        self.replay = ExpertReplay(hf) if rollout_routing_replay else None
+        self.replay = ExpertReplay(hf) if options.rollout_routing_replay else None
         added = self._add_modules(hf)
         self.adapters, self.base_dir = None, self.model_dir
-        if lora is not None:
-            self.adapters = Adapters(hf, lora, seed=seed)
+        if options.lora is not None:
+            self.adapters = Adapters(hf, options.lora, seed=options.seed)
             added |= self.adapters.initial
-        self.compute_dtype = DTYPES.get(dtype, torch.float32)
         self.row_multiple = 1
-        if is_faster(self.device, self.compute_dtype):
+        if is_faster(self.device, options.compute_dtype):
             use_onednn(hf)
             self.row_multiple = 1 if self.replay is not None else ROWS  # every token needs experts to replay
         self.model = self._wrap_model(hf)
-        present_names = [name for name, _ in hf.named_parameters()]
-        names = set() if lora is not None else trainable_names(present_names, freeze=freeze, train_only=train_only)
-        if freeze_vision_tower:
+        present_names, names = [name for name, _ in hf.named_parameters()], set()
+        if options.lora is None:
+            names = trainable_names(present_names, freeze=options.freeze, train_only=options.train_only)
+        if options.freeze_vision_tower:
             names = {name for name in names if not re.search(TOWER_PATTERN, name)}
         for name, parameter in hf.named_parameters():
-            parameter.requires_grad_(trains and name in (names | set(added)) - self._unused_names(hf))
-        self.masters = MasterWeights(
-            self.model, dtype=dtype, device=self.device, mesh=mesh, added=added, offload=offload
-        )
+            parameter.requires_grad_(options.trains and name in (names | set(added)) - self._unused_names(hf))
+        self.masters = MasterWeights(self.model, options, device=self.device, mesh=mesh, added=added)
         self.memory = HostMemory()
         self.masters.read(checkpoint, self.model_dir)
         self.carried_names = self.masters.names.carried
         dims = [len(self.masters.shapes[name]) for name in self.masters.trained]
         trained = list(self.masters.trained.values())
-        self.optimizer = adamw(trained, dims, optimizer, shards=self.masters.shards())
+        self.optimizer = adamw(trained, dims, options.optimizer, shards=self.masters.shards())
 
     def _mesh(self, sharded: bool) -> Any | None:
         """Return the mesh of all ranks to shard over, possibly a single rank, or None if the model is not sharded."""
@@ -226,9 +198,9 @@ class FsdpTrainer:
         squares = squared_norm(gradients).to(self.device)
         if self.ranks > 1:
             dist.all_reduce(squares)
-        norm, lr = squares.sqrt().item(), lr_at(self.step, self.options)
+        norm, lr = squares.sqrt().item(), lr_at(self.step, self.options.optimizer)
         if 0 < norm < float("inf"):
-            clip(gradients, norm, self.options.clip_grad)
+            clip(gradients, norm, self.options.optimizer.clip_grad)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
@@ -298,8 +270,8 @@ class FsdpTrainer:
                 )
             _, first = next(iter(self.checkpoint.read(path)))
             copy_companions(self.model_dir, path, first.dtype, carried)
-            options = dataclasses.asdict(self.options)
-            write_trainer(path, step=self.step, updates=updates, seed=self.seed, optimizer=options)
+            optimizer = dataclasses.asdict(self.options.optimizer)
+            write_trainer(path, step=self.step, updates=updates, seed=self.options.seed, optimizer=optimizer)
         else:
             for _ in self.weights():
                 pass
@@ -329,7 +301,7 @@ class FsdpTrainer:
             slot = self.masters.names.slots[tensor]
             master = self.masters.tensors[slot.parameter]
             slots = self.optimizer.state[master]
-            slots.setdefault(moment, torch.zeros_like(master, dtype=getattr(torch, self.options.state_dtype)))
+            slots.setdefault(moment, torch.zeros_like(master, dtype=getattr(torch, self.options.optimizer.state_dtype)))
             self.masters.assign(full, slots[moment], slot)
             slots["step"] = torch.tensor(updates, dtype=torch.float32, device=master.device)
         self.step = int(state["step"])
@@ -390,13 +362,13 @@ class FsdpTrainer:
     def _packs_of_rank(self, rows: Sequence[TrainingSample]) -> list[Pack]:
         check_vocabulary(rows, self.vocabulary)
         # A shared token has one routing, but the engine may have chosen a different one in every sample.
-        marks = None if self.replay is None or not self.share_prefixes else routing_marks(rows)
+        marks = None if self.replay is None or not self.options.share_prefixes else routing_marks(rows)
         return plan_batches(
             rows,
-            max_tokens=self.max_tokens,
+            max_tokens=self.options.max_tokens_per_pack,
             ranks=self.ranks,
-            share=self.share_prefixes,
-            batching=self.batching,
+            share=self.options.share_prefixes,
+            batching=self.options.batching,
             marks=marks,
         )[self.rank]
 
@@ -406,7 +378,7 @@ class FsdpTrainer:
         layout = build_packed_batch(
             rows,
             pack,
-            dtype=self.compute_dtype,
+            dtype=self.options.compute_dtype,
             device=self.device,
             processor=partial(processor_of, str(self.model_dir)),
             row_multiple=self.row_multiple,

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.utils import _ReaderView
@@ -40,17 +38,14 @@ from slimectl.policies.checkpoint import (
     OPTIMIZER,
     CarriedWeights,
     copy_companions,
-    new_trainer_folder,
     read_tensors,
-    write_float32,
     write_trainer,
 )
-from slimectl.policies.lora import FOLDER, LoraOptions, read_adapter, write_adapter
+from slimectl.policies.lora import read_adapter
 from slimectl.policies.megatron.master_weights import PARAM
 from slimectl.policies.megatron.optimizer import drop_gradients, inners, set_options
 from slimectl.policies.megatron.parameters import DistributedParameters
 from slimectl.policies.optimizer import OptimizerOptions
-from slimectl.protocols import CheckpointFormat
 from slimectl.system.model_files import check_file, check_model_files, open_file, trainer_folder
 
 CONTENT = {
@@ -285,38 +280,6 @@ def _set_state_with_step(
     DistributedOptimizer._set_main_param_and_optimizer_states(part, parameter, {**tensors, "step": step})
 
 
-def save_checkpoint(
-    path: Path,
-    checkpoint: CheckpointFormat,
-    state: DistributedParameters,
-    *,
-    weights: Iterator[tuple[str, Tensor]],
-    updated: Sequence[ParamMapping],
-    companions: Path,
-    carried: CarriedWeights,
-    trainer_state: dict[str, Any],
-    adapter: tuple[LoraOptions, Path] | None = None,
-) -> None:
-    """Write float32 `weights` as a Hugging Face directory, the moments of `updated`, and `trainer_state`.
-
-    The `carried` tensors follow the weights, unchanged. Config and tokenizer are copied from `companions`. With
-    `adapter` (its options and its base model), the trained parameters are also written in peft's format.
-    """
-    moments, learned = state.each(updated, MOMENTS), state.tensors(shapes_of(updated) if adapter else (), PARAM)
-    if dist.get_rank() == 0:
-        checkpoint.write(path, chain(weights, carried))
-        write_float32(new_trainer_folder(path) / OPTIMIZER, _moment_shapes(updated), moments)
-        if adapter is not None:
-            write_adapter(path / FOLDER, *adapter, shapes_of(updated), learned)
-        copy_companions(companions, path, torch.float32, carried)
-        write_trainer(path, **trainer_state)
-    else:
-        # Collective: rank 0 gathers its tensors from the parts of all ranks.
-        for _ in chain(weights, moments, learned):
-            pass
-    dist.barrier()
-
-
 def load_adapter(path: Path, state: DistributedParameters, links: Iterable[ParamMapping]) -> None:
     """Load this rank's part of the tensors of `links` from a folder in peft's format. Raises CheckpointError."""
     local_links = state.mine(links)
@@ -329,7 +292,7 @@ def load_adapter(path: Path, state: DistributedParameters, links: Iterable[Param
 def load_moments(path: Path, state: DistributedParameters, updated: Iterable[ParamMapping], *, updates: int) -> None:
     """Load this rank's part of the moments of `updated`. `updates` is the step count. Raises CheckpointError."""
     local_links = state.mine(updated)
-    stream = read_tensors(trainer_folder(path) / OPTIMIZER, _moment_shapes(local_links))
+    stream = read_tensors(trainer_folder(path) / OPTIMIZER, moment_shapes(local_links))
     for link in local_links:
         for moment in MOMENTS:
             parts = {name: next(stream)[1] for name in link.hf}
@@ -341,7 +304,7 @@ def shapes_of(links: Iterable[ParamMapping]) -> dict[str, torch.Size]:
     return {name: torch.Size(shape) for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
 
 
-def _moment_shapes(links: Iterable[ParamMapping]) -> dict[str, torch.Size]:
+def moment_shapes(links: Iterable[ParamMapping]) -> dict[str, torch.Size]:
     """Return the shapes of the moments, in the order of DistributedParameters.each."""
     return {
         f"{moment}.{name}": torch.Size(shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from slimectl.policies.megatron.mla import LatentAttention
 from slimectl.policies.megatron.moe import Experts, Router
 from slimectl.policies.megatron.norms import RMSNorm, WideKeyNorm, WideQueryNorm
 from slimectl.policies.megatron.rotary import Rotary
-from slimectl.policies.recompute import Recompute
+from slimectl.policies.options import MegatronOptions, TrainerOptions
 
 AddResidual = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
@@ -249,21 +249,17 @@ Provide = Callable[..., PackedGPT]
 
 
 def build(
-    architecture: Architecture,
-    layout: ParallelLayout,
-    *,
-    dtype: torch.dtype,
-    args: Mapping[str, Any] | None = None,
-    recompute: Recompute | None = None,
-    provide: Provide | None = None,
-    **fields: Any,
+    architecture: Architecture, options: TrainerOptions, megatron: MegatronOptions, provide: Provide | None = None
 ) -> list[PackedGPT]:
     """Build this rank's chunks of the model, one per virtual pipeline stage. Matrices are uninitialized.
 
     Call `parallel.start(layout, …)` first. `provide` replaces the construction of a chunk. Raises SettingsError for a
     configuration that megatron-core rejects.
     """
-    config = transformer_config(architecture, layout, dtype=dtype, args=args, recompute=recompute, **fields)
+    layout = megatron.layout
+    config = transformer_config(
+        architecture, layout, dtype=options.compute_dtype, args=megatron.args, recompute=options.recompute
+    )
     vocab_size = padded_vocabulary(architecture, layout)
     stages: list[int | None] = list(range(layout.virtual_pipeline)) if layout.virtual_pipeline else [None]
     chunks = []

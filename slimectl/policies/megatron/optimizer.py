@@ -7,8 +7,7 @@ update. mcore's OptimizerParamScheduler, stepped after each update, gives the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from slimectl.policies.megatron.config import args_of, refuse_idle
 from slimectl.policies.megatron.master_weights import shard_elements
 from slimectl.policies.megatron.model import PackedGPT
 from slimectl.policies.optimizer import Bfloat16AdamW, OptimizerOptions
+from slimectl.policies.options import MegatronOptions
 
 _REFUSED = {
     "overlap_grad_reduce": "gradients are reduced once per step, after all of its micro-batches",
@@ -34,40 +34,31 @@ _REFUSED = {
 }
 
 
-@dataclass(frozen=True)
-class OptimizerChoices:
-    """Placement of the optimizer's state. `args` are the user's [megatron.args]."""
-
-    distributed: bool = True
-    cpu_offload: bool = False
-    args: Mapping[str, Any] | None = None
-
-
-def wrapped(chunks: Sequence[PackedGPT], choices: OptimizerChoices) -> list[DistributedDataParallel]:
+def wrapped(chunks: Sequence[PackedGPT], megatron: MegatronOptions) -> list[DistributedDataParallel]:
     """Wrap the chunks for float32 main gradients. Raises SettingsError for an unsupported argument."""
-    config, gradients = chunks[0].config, gradient_config(choices)
+    config, gradients = chunks[0].config, gradient_config(megatron)
     return [
         DistributedDataParallel(config, gradients, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
     ]
 
 
-def gradient_config(choices: OptimizerChoices) -> DistributedDataParallelConfig:
+def gradient_config(megatron: MegatronOptions) -> DistributedDataParallelConfig:
     """Return the configuration of gradients. Raises SettingsError for an unsupported argument."""
-    args = choices.args or {}
+    args = megatron.args
     for name in (name for name in args if args[name] and name in _REFUSED):
         raise SettingsError(f"megatron.args.{name}: is not possible ({_REFUSED[name]}). Drop it.")
     fields = {
         "grad_reduce_in_fp32": True,
-        "use_distributed_optimizer": choices.distributed,
+        "use_distributed_optimizer": megatron.distributed_optimizer,
         **args_of(args, DistributedDataParallelConfig),
     }
     refuse_idle(args_of(args, DistributedDataParallelConfig), DistributedDataParallelConfig(), acting=_REFUSED)
     return DistributedDataParallelConfig(**fields)
 
 
-def build(chunks: Sequence[DistributedDataParallel], options: OptimizerOptions, choices: OptimizerChoices) -> Any:
+def build(chunks: Sequence[DistributedDataParallel], options: OptimizerOptions, megatron: MegatronOptions) -> Any:
     """Build mcore's optimizer for the parameters that require gradients."""
-    config = optimizer_config(chunks[0].config, options, choices)
+    config = optimizer_config(chunks[0].config, options, megatron)
     # Without gradients, because views of float32 parameters would not be leaves, which optimizers on the CPU reject.
     with torch.no_grad():
         # Gloo groups are needed only for checkpoints of an old format.
@@ -78,7 +69,7 @@ def build(chunks: Sequence[DistributedDataParallel], options: OptimizerOptions, 
     return optimizer
 
 
-def optimizer_config(config: Any, options: OptimizerOptions, choices: OptimizerChoices) -> OptimizerConfig:
+def optimizer_config(config: Any, options: OptimizerOptions, megatron: MegatronOptions) -> OptimizerConfig:
     """Return the configuration of the optimizer of a model with this TransformerConfig. Raises SettingsError."""
     fields = {
         "lr": options.lr,
@@ -91,13 +82,13 @@ def optimizer_config(config: Any, options: OptimizerOptions, choices: OptimizerC
         "bf16": config.bf16,
         "fp16": config.fp16,
         "params_dtype": config.params_dtype,
-        "use_distributed_optimizer": choices.distributed,
+        "use_distributed_optimizer": megatron.distributed_optimizer,
         # Without a GPU all of it is in host memory already, and mcore's hybrid optimizer only supports copies.
-        "optimizer_cpu_offload": choices.cpu_offload and torch.cuda.is_available(),
+        "optimizer_cpu_offload": megatron.optimizer_cpu_offload and torch.cuda.is_available(),
         "optimizer_offload_fraction": 1.0,
-        **args_of(choices.args or {}, OptimizerConfig),
+        **args_of(megatron.args, OptimizerConfig),
     }
-    refuse_idle(args_of(choices.args or {}, OptimizerConfig), OptimizerConfig(), acting=_REFUSED)
+    refuse_idle(args_of(megatron.args, OptimizerConfig), OptimizerConfig(), acting=_REFUSED)
     try:
         return OptimizerConfig(**fields)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:

@@ -26,17 +26,13 @@ from slimectl.policies.megatron.model import PackedGPT
 from slimectl.policies.megatron.parameters import HEAD
 from slimectl.policies.megatron.trainer import MegatronTrainer
 from slimectl.policies.token_batch import available_columns, response_tokens
-from slimectl.protocols import CheckpointFormat, NamedTensors, Weights
+from slimectl.protocols import NamedTensors, Weights
 from slimectl.system.model_files import trainer_folder
 from slimectl.types import Loss, Metrics, TrainingSample
 
 
 class MegatronPolicy(MegatronTrainer):
-    """protocols.Policy on mcore's GPTModel. `options` are passed to MegatronTrainer."""
-
-    def __init__(self, model_dir: Path, checkpoint: CheckpointFormat, *, temperature: float = 1.0, **options: Any):
-        super().__init__(model_dir, checkpoint, **options)
-        self.temperature = temperature
+    """protocols.Policy on mcore's GPTModel."""
 
     def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         def finish(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[int, list[float]]]:
@@ -80,7 +76,7 @@ class MegatronPolicy(MegatronTrainer):
 
     @property
     def _head_options(self) -> dict[str, Any]:
-        return {"vocab_size": self.architecture.vocab_size, "temperature": self.temperature}
+        return {"vocab_size": self.architecture.vocab_size, "temperature": self.options.temperature}
 
 
 NAME = "score.weight"
@@ -132,10 +128,7 @@ class WithValueHead(MegatronTrainer):
 
 
 class MegatronCritic(WithValueHead):
-    """Values on the backbone of `model_dir`, all parameters trained. `options` are passed to MegatronTrainer.
-
-    Checkpoints store the head as `score.weight`.
-    """
+    """Values on the backbone of `model_dir`, all parameters trained. Checkpoints store the head as `score.weight`."""
 
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
         """Implement protocols.Policy.forward_backward. The loss reads the differentiable values as `logprobs_T`."""

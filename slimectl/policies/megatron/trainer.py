@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,27 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from slimectl.algorithms.packing import DYNAMIC, BatchingOptions
 from slimectl.architectures.config import read_config
 from slimectl.architectures.mapping import ParamMapping
-from slimectl.architectures.parallel import ParallelLayout, prefix_obstacle
+from slimectl.architectures.parallel import prefix_obstacle
 from slimectl.architectures.registry import family_of
 from slimectl.checkpoints.base_model import fingerprint
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.checkpoints.validate import inventory
 from slimectl.errors import SettingsError
-from slimectl.policies.checkpoint import CarriedWeights, read_trainer
+from slimectl.policies.checkpoint import (
+    MOMENTS,
+    OPTIMIZER,
+    CarriedWeights,
+    copy_companions,
+    new_trainer_folder,
+    read_trainer,
+    write_float32,
+    write_trainer,
+)
 from slimectl.policies.determinism import in_kernels
 from slimectl.policies.host_memory import HostMemory
-from slimectl.policies.lora import FOLDER, LoraOptions, base_of
+from slimectl.policies.lora import FOLDER, LoraOptions, base_of, write_adapter
 from slimectl.policies.megatron import checkpoint, model, optimizer, parallel, parameters
 from slimectl.policies.megatron.batch import MicroBatch, laid_out, shares
 from slimectl.policies.megatron.config import FP8_TOKENS
@@ -35,14 +44,13 @@ from slimectl.policies.megatron.hooks import UserFunctions
 from slimectl.policies.megatron.lora import Adapters
 from slimectl.policies.megatron.master_weights import PARAM, masters
 from slimectl.policies.megatron.moe import MoEAuxLossScaler
-from slimectl.policies.megatron.optimizer import OptimizerChoices
 from slimectl.policies.megatron.own_model import check_parameters
 from slimectl.policies.megatron.parallel import per_row, totals
 from slimectl.policies.megatron.parameters import DistributedParameters, trained_links
 from slimectl.policies.megatron.routing_replay import RolloutRoutingReplay, RoutingReplay
 from slimectl.policies.onednn_linear import ROWS, is_faster
-from slimectl.policies.optimizer import OptimizerOptions, lr_at, trainable_names
-from slimectl.policies.recompute import Recompute
+from slimectl.policies.optimizer import lr_at, trainable_names
+from slimectl.policies.options import MegatronOptions, TrainerOptions
 from slimectl.policies.routed_experts import RoutingShape
 from slimectl.policies.token_batch import check_vocabulary
 from slimectl.protocols import Adapter, CheckpointFormat, Weights
@@ -62,95 +70,60 @@ for _message, _category in _QUIET:
 Evaluate = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(batch, hidden states) on the last stage: the loss of a micro-batch and its metrics."""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 class MegatronTrainer:
     """Base class of policies and critics: everything except the computation on the hidden states.
 
     Every rank of torch.distributed's group (or only this process) builds a trainer and makes the same calls.
-    Checkpoints have the same files as the FSDP policy's. Either trainer loads them, with any layout. With `lora` the
-    base model is frozen, as in the FSDP policy, and `freeze` and `train_only` are ignored.
+    Checkpoints have the same files as the FSDP policy's. Either trainer loads them, with any layout.
     """
-
-    kernels: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context manager for every computation."""
 
     def __init__(
         self,
         model_dir: Path,
         checkpoint: CheckpointFormat,
-        *,
-        optimizer: OptimizerOptions,
-        layout: ParallelLayout | None = None,
-        max_tokens_per_pack: int = 4096,
-        batching: BatchingOptions = DYNAMIC,
-        share_prefixes: bool = True,
-        dtype: str = "float32",
-        recompute: Recompute | None = None,
-        args: Mapping[str, Any] | None = None,
-        distributed_optimizer: bool = True,
-        optimizer_cpu_offload: bool = False,
-        freeze: Sequence[str] = (),
-        train_only: Sequence[str] = (),
-        trains: bool = True,
-        lora: LoraOptions | None = None,
-        device: str | None = None,
-        routing_replay: bool = False,
-        rollout_routing_replay: bool = False,
+        options: TrainerOptions = TrainerOptions(),
+        megatron: MegatronOptions = MegatronOptions(),
         user_functions: UserFunctions | None = None,
-        save_format: str = "hf",
-        seed: int = 0,
     ) -> None:
-        """With `trains` False, the model is only used for log-probabilities, without gradients or optimizer.
-
-        `routing_replay` replays the routing of the last pass for log-probabilities, `rollout_routing_replay` the
-        routing in the rows. With `share_prefixes`, rows share the tokens that they begin with, unless that would change
-        loss or gradient.
-
-        `save_format` is "hf", whose files FSDP policies can also load, or "torch_dist", which cannot store adapters.
-        Raises SettingsError or CheckpointError.
-        """
-        if dtype not in DTYPES:
-            raise SettingsError(f"dtype {dtype!r}: must be {' or '.join(DTYPES)}")
-        if lora is not None and save_format != "hf":
+        """Raises SettingsError or CheckpointError."""
+        if options.lora is not None and megatron.save_format != "hf":
             raise SettingsError(
-                f"megatron.save_format: {save_format} cannot store adapters. Set hf with train.lora_rank, then convert."
+                f"megatron.save_format: {megatron.save_format} cannot store adapters. Set hf with train.lora_rank, then"
+                " convert."
             )
-        self.model_dir, self.checkpoint, self.options = Path(model_dir), checkpoint, optimizer
-        self.layout, self.max_tokens, self.seed = layout or ParallelLayout(), max_tokens_per_pack, seed
-        self.batching, self.save_format = batching, save_format
+        self.model_dir, self.checkpoint = Path(model_dir), checkpoint
+        self.options, self.megatron, self.layout = options, megatron, megatron.layout
         self.step = self.updates = 0
         self.memory = HostMemory()
         config = read_config(self.model_dir)
         family = family_of(config)
         self.family, self.architecture = family, family.architecture(config)
-        self.share_prefixes = share_prefixes
-        self.prefix_obstacle = prefix_obstacle(self.architecture.transformer, args or {})
+        self.prefix_obstacle = prefix_obstacle(self.architecture.transformer, megatron.args)
         self.links = [*family.links(config), *self._extra_links()]
-        self.adapters, self.base_dir = None if lora is None else Adapters(lora, self.links, args or {}), self.model_dir
+        self.adapters = None if options.lora is None else Adapters(options.lora, self.links, megatron.args)
+        self.base_dir = self.model_dir
         grouped = dist.is_available() and dist.is_initialized()
         self.ranks = dist.get_world_size() if grouped else 1
         parallel.check(self.layout, self.architecture, self.ranks)
-        self.trained = self._trainable_names(freeze, train_only) if trains else set()
+        self.trained = self._trainable_names() if options.trains else set()
         self.device = model.device()
-        self._check_device(device)
-        parallel.start(self.layout, seed)
+        self._check_device(options.device)
+        parallel.start(self.layout, options.seed)
         self.user_functions = user_functions
         if user_functions is not None:
             user_functions.begin()
-        choices = OptimizerChoices(distributed_optimizer, optimizer_cpu_offload, args)
-        self._build(choices, dtype=DTYPES[dtype], args=args, recompute=recompute)
+        self._build()
         self.balance = MoEAuxLossScaler(self.chunks)
         self.replay = None
-        if routing_replay:
+        if megatron.routing_replay:
             RoutingShape.of_config(config, setting="megatron.use_routing_replay")
             self.replay = RoutingReplay(self.chunks)
-        if rollout_routing_replay:
+        if options.rollout_routing_replay:
             self.replay = RolloutRoutingReplay(self.chunks, RoutingShape.of_config(config))
         self.carried = self._read_weights(self.model_dir)
         if self.adapters is not None:
-            self.adapters.begin(self.state, seed)
+            self.adapters.begin(self.state, options.seed)
 
     def _check_device(self, device: str | None) -> None:
         """Raise SettingsError if the settings ask for another kind of device than Megatron-core uses."""
@@ -160,16 +133,17 @@ class MegatronTrainer:
                 " CUDA_VISIBLE_DEVICES= or set train.device to auto."
             )
 
-    def _trainable_names(self, freeze: Sequence[str], train_only: Sequence[str]) -> set[str]:
+    def _trainable_names(self) -> set[str]:
         """Return the Megatron names of the trainable parameters."""
         if self.adapters is not None:
             return {link.megatron for link in [*self.adapters.links, *self._extra_links()]}
-        names = trainable_names((name for link in self.links for name in link.hf), freeze=freeze, train_only=train_only)
-        return trained_links(self.links, names) - self._unused_names()
+        names = (name for link in self.links for name in link.hf)
+        chosen = trainable_names(names, freeze=self.options.freeze, train_only=self.options.train_only)
+        return trained_links(self.links, chosen) - self._unused_names()
 
-    def _build(self, choices: OptimizerChoices, **fields: Any) -> None:
+    def _build(self) -> None:
         provide = None if self.user_functions is None else self.user_functions.provide
-        bare = model.build(self.architecture, self.layout, provide=provide, **fields)
+        bare = model.build(self.architecture, self.options, self.megatron, provide)
         if not all(isinstance(chunk, model.PackedGPT) for chunk in bare):
             self.prefix_obstacle = self.prefix_obstacle or "a model from a provider does not share prefixes"
             check_parameters(parameters.local_parameters(bare), self.links, self.layout)
@@ -185,9 +159,9 @@ class MegatronTrainer:
         copy = parameters.tied_copy(bare)
         for name, tensor in [*local.items(), *([(parameters.EMBEDDING, copy)] if copy is not None else [])]:
             tensor.requires_grad_(isinstance(tensor, torch.nn.Parameter) and name in self.trained)
-        self.chunks = optimizer.wrapped(bare, choices)
+        self.chunks = optimizer.wrapped(bare, self.megatron)
         self.last = bare[-1]
-        self.optimizer = optimizer.build(self.chunks, self.options, choices)
+        self.optimizer = optimizer.build(self.chunks, self.options.optimizer, self.megatron)
         local_masters = masters([*local.values(), *([copy] if copy is not None else [])], self.optimizer)
         copy_master = local_masters.pop() if copy is not None else None
         self.state = DistributedParameters(
@@ -246,14 +220,14 @@ class MegatronTrainer:
         if self.replay:
             self.replay.check(rows)
         data = self.layout.data(self.ranks)
-        shares_prefixes = self.share_prefixes and not self.prefix_obstacle
+        shares_prefixes = self.options.share_prefixes and not self.prefix_obstacle
         packs_by_rank = shares(
             rows,
             self.layout,
-            max_tokens=self.max_tokens,
+            max_tokens=self.options.max_tokens_per_pack,
             data=data,
             share=shares_prefixes,
-            batching=self.batching,
+            batching=self.options.batching,
             # A recorded pass routes freely, so a token has one routing even if several rows share it.
             marks=self.replay.marks(rows) if self.replay and shares_prefixes and not records else None,
         )
@@ -299,7 +273,7 @@ class MegatronTrainer:
     def before_step(self, rollout_id: int, step_id: int) -> None:
         """Implement protocols.PreStepHook: call the user's function before an update."""
         if self.user_functions is not None:
-            schedule = partial(lr_at, options=self.options)
+            schedule = partial(lr_at, options=self.options.optimizer)
             self.user_functions.before_step(
                 rollout_id, step_id, model=self.chunks, optimizer=self.optimizer, scheduler=schedule
             )  # fmt: skip
@@ -311,8 +285,8 @@ class MegatronTrainer:
         In a round without gradient, Adam's momentum would still move the weights in the direction of earlier rounds.
         """
         self.memory.wake()
-        lr = lr_at(self.step, self.options)
-        norm, updated = optimizer.step(self.chunks, self.optimizer, lr=lr, clip=self.options.clip_grad)
+        lr = lr_at(self.step, self.options.optimizer)
+        norm, updated = optimizer.step(self.chunks, self.optimizer, lr=lr, clip=self.options.optimizer.clip_grad)
         self.step += 1
         self.updates += updated
         return {"grad_norm": norm, "lr": lr}
@@ -340,7 +314,7 @@ class MegatronTrainer:
         return consumer(self.adapter())
 
     def save(self, path: Path) -> None:
-        """Write model, optimizer and trainer.json in `save_format`, with config and tokenizer.
+        """Write model, optimizer and trainer.json in the options' `save_format`, with config and tokenizer.
 
         "hf" writes float32 weights, and the optimizer into the folder of the trainer's state. Adapters are merged into
         the weights, and also written to the folder `adapter` (peft's format). "torch_dist" writes the weights that the
@@ -350,22 +324,34 @@ class MegatronTrainer:
         trainer_state = {
             "step": self.step,
             "updates": self.updates,
-            "seed": self.seed,
-            "optimizer": asdict(self.options),
+            "seed": self.options.seed,
+            "optimizer": asdict(self.options.optimizer),
         }
-        if self.save_format == "torch_dist":
-            with self._awake():
+        with self._awake():
+            if self.megatron.save_format == "torch_dist":
                 checkpoint.save_torch_dist(
                     path, self.chunks, self.optimizer, companions=self.model_dir, carried=self.carried,
                     trainer_state=trainer_state,
                 )  # fmt: skip
-            return
-        with self._awake():
-            checkpoint.save_checkpoint(
-                path, self.checkpoint, self.state, weights=self.weights(), updated=self.updated,
-                companions=self.model_dir, carried=self.carried, trainer_state=trainer_state,
-                adapter=None if self.adapters is None else (self.adapters.options, self.base_dir),
-            )  # fmt: skip
+            else:
+                self._save_hf(path, trainer_state)
+
+    def _save_hf(self, path: Path, trainer_state: dict[str, Any]) -> None:
+        shapes = checkpoint.shapes_of(self.updated)
+        moments = self.state.each(self.updated, MOMENTS)
+        learned = self.state.tensors(() if self.adapters is None else shapes, PARAM)
+        if dist.get_rank() == 0:
+            self.checkpoint.write(path, chain(self.weights(), self.carried))
+            write_float32(new_trainer_folder(path) / OPTIMIZER, checkpoint.moment_shapes(self.updated), moments)
+            if self.adapters is not None:
+                write_adapter(path / FOLDER, self.adapters.options, self.base_dir, shapes, learned)
+            copy_companions(self.model_dir, path, torch.float32, self.carried)
+            write_trainer(path, **trainer_state)
+        else:
+            # Collective: rank 0 gathers its tensors from the parts of all ranks.
+            for _ in chain(self.weights(), moments, learned):
+                pass
+        dist.barrier()
 
     def load(self, path: Path) -> None:
         """Load a checkpoint of either format. A model without optimizer gets only the weights."""
@@ -374,7 +360,9 @@ class MegatronTrainer:
         if self.adapters is not None:
             self._read_adapter(path / FOLDER, self.adapters.options)
         elif self.updated and is_torch_dist(path):
-            self.step, self.updates = checkpoint.load_torch_dist(path, self.chunks, self.optimizer, self.options)
+            self.step, self.updates = checkpoint.load_torch_dist(
+                path, self.chunks, self.optimizer, self.options.optimizer
+            )
             return
         else:
             self._read_weights(path)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from slimectl.chats.model_tokens import vocabulary_size
 from slimectl.errors import RecordError, SettingsError
@@ -22,9 +22,13 @@ ROWS_WITH_IMAGES = 10_000
 
 if TYPE_CHECKING:
     from slimectl.agents.environments.episode import Specification
+    from slimectl.data.columns import PromptOptions
     from slimectl.data.tables import Table
     from slimectl.protocols import Agent, Engine
-    from slimectl.stages.recorded_rounds import Numbered
+    from slimectl.settings.run import RunSettings
+    from slimectl.stages.evaluate import HeldOutDataset
+    from slimectl.stages.generation import GroupGenerator
+    from slimectl.stages.recorded_rounds import Numbered, SampleFiles
 
 
 def prompts(
@@ -35,33 +39,32 @@ def prompts(
     start: int = 0,
     shuffle: bool = True,
     demonstrations: bool = False,
-    on_bad_row: Callable[[RecordError], None] | None = None,
 ) -> Iterator[Prompt]:
     """Yield the prompts of `sources` from occurrence `start` on, for `epochs` epochs (None: without end).
 
-    Chats of `demonstrations` keep the responses to imitate. Bad rows go to `on_bad_row`, if it is given.
+    Chats of `demonstrations` keep the responses to imitate.
     """
     from slimectl.data.prompts import open_prompts
 
     if not sources:
         raise SettingsError("rollout.data: no prompts are given. Add --data FILE.")
-    options = settings.rollout
-    return open_prompts(
-        sources,
-        input_key=options.input_key,
-        label_key=options.label_key,
-        metadata_key=options.metadata_key,
-        tool_key=options.tool_key,
-        image_key=options.image_key,
+    options = prompt_options(settings, sources, epochs=epochs, start=start, demonstrations=demonstrations)
+    return open_prompts(sources, options if shuffle else replace(options, shuffle_seed=None))
+
+
+def prompt_options(settings: Settings, sources: Sequence[str], **reading: Any) -> PromptOptions:
+    """Return how the settings read the rows of `sources`. `reading` has further options."""
+    from slimectl.data.columns import PromptOptions
+
+    rollout = settings.rollout
+    return PromptOptions(
+        **{key: getattr(rollout, key) for key in ("input_key", "label_key", "metadata_key", "tool_key", "image_key")},
         reads_images=reads_images(settings),
-        shuffle_seed=options.seed if options.shuffle and shuffle else None,
-        weights=options.data_weights if sources == list(options.data) else None,
-        mix_seed=options.seed,
-        epochs=epochs,
-        start=start,
-        demonstrations=demonstrations,
+        shuffle_seed=rollout.seed if rollout.shuffle else None,
+        weights=rollout.data_weights if list(sources) == list(rollout.data) else None,
+        mix_seed=rollout.seed,
         named=EnvironmentTables(settings),
-        on_bad_row=on_bad_row,
+        **reading,
     )
 
 
@@ -149,12 +152,9 @@ def check_pipes(settings: Settings) -> None:
 
 def training_samples(
     settings: Settings,
-    paths: Sequence[str],
+    files: SampleFiles,
     tokenizer: Any,
     *,
-    on_error: Literal["stop", "skip"],
-    report: Callable[[RecordError], None],
-    on_line: Callable[[str], None] = lambda location: None,
     context: int | None = None,
     on_skipped: Callable[[Prompt], Any] = lambda prompt: None,
     epochs: int | None = 1,
@@ -168,39 +168,32 @@ def training_samples(
     end), from occurrence `start` on.
     """
     from slimectl.data.jsonl import read_samples
+    from slimectl.data.preferences import open_preferences
+    from slimectl.data.prompts import open_prompts
+    from slimectl.stages.preferences import preferred
     from slimectl.stages.recorded_rounds import repeated
+    from slimectl.stages.rollout import demonstrations
 
-    on_bad_row = report if on_error == "skip" else None
-    plain = has_plain_rows(settings, paths)
-    if plain and settings.algorithm.trains_on == "preferences":
-        from slimectl.data.preferences import open_preferences
-        from slimectl.stages.preferences import preferred
-
-        options = settings.rollout
-        pairs = open_preferences(
+    paths, bad = files.paths, files.on_bad_line
+    if not has_plain_rows(settings, paths):
+        size = None if tokenizer is None else vocabulary_size(Path(tokenizer.name_or_path))
+        read = partial(
+            read_samples,
             paths,
-            input_key=options.input_key,
-            metadata_key=options.metadata_key,
-            tool_key=options.tool_key,
-            reads_images=reads_images(settings),
-            shuffle_seed=options.seed if options.shuffle else None,
-            epochs=epochs,
-            start=start,
-            on_bad_row=on_bad_row,
+            on_error="stop" if bad is None else "skip",
+            report=bad,
+            on_line=files.on_line,
+            vocabulary=size,
         )
-        samples = preferred(pairs, tokenizer, options, context=context, on_skipped=on_skipped, on_bad_row=on_bad_row)
-        return _by_row(samples, on_line)
-    if plain:
-        from slimectl.stages.rollout import demonstrations
-
-        rows = prompts(settings, list(paths), epochs=epochs, start=start, demonstrations=True, on_bad_row=on_bad_row)
-        samples = demonstrations(
-            rows, tokenizer, settings.rollout, context=context, on_skipped=on_skipped, on_bad_row=on_bad_row
-        )
-        return _by_row(samples, on_line)
-    size = None if tokenizer is None else vocabulary_size(Path(tokenizer.name_or_path))
-    read = partial(read_samples, paths, on_error=on_error, report=report, on_line=on_line, vocabulary=size)
-    return repeated(read, epochs=epochs, start=start)
+        return repeated(read, epochs=epochs, start=start)
+    options = prompt_options(settings, paths, epochs=epochs, start=start, demonstrations=True)
+    limits: dict[str, Any] = {"context": context, "on_skipped": on_skipped, "on_bad_row": bad}
+    if settings.algorithm.trains_on == "preferences":
+        pairs = open_preferences(paths, replace(options, label_key="label", weights=None), on_bad_row=bad)
+        samples = preferred(pairs, tokenizer, settings.rollout, **limits)
+    else:
+        samples = demonstrations(open_prompts(paths, options, on_bad_row=bad), tokenizer, settings.rollout, **limits)
+    return _by_row(samples, files.on_line)
 
 
 def _by_row(samples: Iterator[Sample], on_line: Callable[[str], None]) -> Iterator[Numbered]:
@@ -342,43 +335,28 @@ def data_source(settings: Settings) -> Any:
     return user_fn({"args": args, "settings": args, "dataset": PromptDataset(rows, settings.rollout.seed)})
 
 
-def _max_groups(settings: Settings, source: Any) -> int | None:
+def generator(settings: Settings, engine: Engine, tokenizer: Any) -> GroupGenerator:
+    """Build the generator of groups with the user's agent and functions."""
+    from slimectl.hooks.user_hooks import UserHooks
+    from slimectl.stages.generation import GroupGenerator, single_turn
+
+    return GroupGenerator(engine, tokenizer, settings.rollout, agent(settings) or single_turn, UserHooks(settings))
+
+
+def dataset(settings: Settings, name: str) -> HeldOutDataset:
+    """Build a dataset of [eval] with its own verifier and agent."""
+    from slimectl.hooks.user_hooks import UserHooks
+    from slimectl.stages.evaluate import HeldOutDataset, resolve_dataset_settings
+    from slimectl.stages.generation import single_turn
+
+    own = resolve_dataset_settings(settings, name)
+    return HeldOutDataset(name, own, reward(own), agent(own) or single_turn, UserHooks(own))
+
+
+def max_groups(run: RunSettings, source: Any) -> int | None:
     """Return how many groups `slimectl rollout` draws from a user's source: all epochs, or run.num_rollout rounds."""
     from slimectl.stages.prompt_groups import source_length
 
-    run = settings.run
-    if source is None or (run.num_rollout and not hasattr(source, "__len__")):
-        return run.num_rollout and run.num_rollout * run.rollout_batch_size
+    if run.num_rollout and not hasattr(source, "__len__"):
+        return run.num_rollout * run.rollout_batch_size
     return (run.num_epoch or 1) * source_length(source)
-
-
-def rollout_samples(
-    settings: Settings,
-    prompts: Iterator[Prompt],
-    engine: Engine,
-    tokenizer: Any,
-    *,
-    source: Any,
-    on_skipped: Callable[[Prompt], Any],
-) -> Iterator[Sample]:
-    """Yield ungraded samples from the user's rollout function if there is one, else a group per prompt."""
-    from slimectl.hooks.user_hooks import UserHooks
-    from slimectl.stages.generation import GroupGenerator, single_turn
-    from slimectl.stages.rollout import rollout
-    from slimectl.stages.whole_rounds import whole_round_samples
-
-    settings = hook_settings(settings, engine)
-    user_hooks, user_agent = UserHooks(settings), agent(settings)
-    shared: dict[str, Any] = {"source": source, "max_groups": _max_groups(settings, source), "on_skipped": on_skipped}
-    if user_hooks.sample_rounds is None:
-        return rollout(prompts, engine, tokenizer, settings.rollout, agent=user_agent, hooks=user_hooks, **shared)
-    generator = GroupGenerator(
-        engine,
-        tokenizer,
-        settings.rollout,
-        user_agent or single_turn,
-        on_sample=user_hooks.on_sample,
-        agent_at=user_hooks.agent_at,
-    )
-    max_rounds = settings.run.num_rollout
-    return whole_round_samples(prompts, generator, user_hooks.sample_rounds, max_rounds=max_rounds, **shared)

@@ -56,7 +56,7 @@ def teacher(settings: Settings, start: Path, *, executor: Executor | None = None
             f"algorithm.opd_teacher_load: {folder} has another vocabulary than {start}. Use a teacher with the same "
             "vocabulary."
         )
-    return frozen(settings, folder, executor=executor, store_prefix="teacher_")
+    return frozen(settings, folder, "teacher", executor=executor)
 
 
 class PeriodicReference:

@@ -15,13 +15,13 @@ from slimectl.chats.tokenizer import TOKENIZER_REMEDY as TOKENIZER_REMEDY
 from slimectl.chats.tokenizer import has_tokenizer as has_tokenizer
 from slimectl.chats.tokenizer import load_tokenizer
 from slimectl.chats.tokenizer import token_decoder as token_decoder
+from slimectl.data.convert_options import ConvertOptions
 from slimectl.data.hugging_face import hub_name, or_fetch, snapshot
 from slimectl.data.manifest import check_integrity
 from slimectl.data.template_check import check_template
 from slimectl.errors import CheckpointError, SettingsError, SlimectlError, missing_library
 from slimectl.protocols import NO_PROGRESS, Progress
 from slimectl.settings import Settings
-from slimectl.stages.convert import ConvertOptions
 from slimectl.system.model_files import (
     adapter_remedy,
     check_model_files,
@@ -185,9 +185,9 @@ def create_model(card: str, into: Path, *, seed: int) -> None:
 
 def embedded_families() -> tuple[str, ...]:
     """Return the model types that the embedded engine runs."""
-    from slimectl.engines.embedded.model import FAMILIES
+    from slimectl.engines.embedded.model import families
 
-    return FAMILIES
+    return families()
 
 
 def create_tiny_model(config: dict[str, Any], into: Path, *, seed: int, tokenizer: Path | None) -> None:

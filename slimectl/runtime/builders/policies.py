@@ -15,13 +15,14 @@ from slimectl.errors import SlimectlError
 from slimectl.hooks import TRAINING_HOOKS, check_hooks
 from slimectl.protocols import NO_PROGRESS, Progress
 from slimectl.runtime.builders.models import device, is_gguf, model_folder
-from slimectl.runtime.builders.trainers import Role, check_deterministic, policy_backend
+from slimectl.runtime.builders.trainers import Role, policy_backend
 from slimectl.settings import Settings
 
 if TYPE_CHECKING:
     from slimectl.algorithms.packing import BatchingOptions
     from slimectl.policies.lora import LoraOptions
     from slimectl.policies.optimizer import OptimizerOptions
+    from slimectl.policies.options import TrainerOptions
     from slimectl.protocols import CheckpointFormat, Critic, Executor, Policy
     from slimectl.stages.round_timer import Packer, RoundTimer
 
@@ -32,18 +33,23 @@ def policy(
     *,
     total_steps: int | None,
     lr: float | None = None,
-    trains: bool = True,
-    store_prefix: str = "",
     executor: Executor | None = None,
 ) -> Policy:
     """Build the policy for a model directory on the ranks of [cluster]. An explicit `lr` is constant.
 
-    `store_prefix` identifies the model to the user's functions on its ranks. `executor` places the ranks. Without one,
-    they run on this machine.
+    `executor` places the ranks. Without one, they run on this machine.
     """
-    trainer: Policy = _build_over_ranks(
-        settings, partial(_build, settings, folder, total_steps, lr, trains, False, store_prefix), executor
-    )
+    return _locked_policy(settings, partial(_build, settings, folder, "policy", total_steps, lr), executor)
+
+
+def frozen(settings: Settings, folder: Path, role: Role = "reference", *, executor: Executor | None = None) -> Policy:
+    """Build a frozen model that only computes log-probabilities."""
+    return _locked_policy(settings, partial(_build, settings, folder, role, None, 0.0), executor)
+
+
+def _locked_policy(settings: Settings, build: Callable[[], Policy], executor: Executor | None) -> Policy:
+    """Call `build` in this process or on every rank. Threads of restarted servers also read the policy."""
+    trainer: Policy = _build_over_ranks(settings, build, executor)
     if settings.uses_servers and not _has_ranks(settings):
         from slimectl.policies.rank_group import LockedPolicy
 
@@ -53,7 +59,7 @@ def policy(
 
 def rank_policy(settings: Settings, folder: Path, checkpoint: CheckpointFormat) -> Policy:
     """Build the policy of this rank in a process that has joined the group. `checkpoint` reads the weights."""
-    trainer: Policy = _build(settings, folder, None, None, True, False, "", checkpoint=checkpoint)
+    trainer: Policy = _build(settings, folder, "policy", None, None, checkpoint)
     return trainer
 
 
@@ -73,9 +79,7 @@ def critic(
         start = model_folder(options.load, setting="algorithm.critic_load") if options.load else start
     elif settings.algorithm.trained_output != "values":
         return None
-    trainer: Critic = _build_over_ranks(
-        settings, partial(_build, settings, start, total_steps, lr, True, True, "critic_"), executor
-    )
+    trainer: Critic = _build_over_ranks(settings, partial(_build, settings, start, "critic", total_steps, lr), executor)
     return trainer
 
 
@@ -123,8 +127,7 @@ def check_training(settings: Settings) -> None:
             (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         steps = settings.train.lr_decay_iters or total_steps(settings)
         lr = settings.train.lr if steps is None else None  # the end of a schedule may follow from a file of samples
-        options = _options(settings, folder, steps, lr, True)
-        check_deterministic(settings, folder)
+        options = _options(settings, folder, "policy", steps, lr)
         policy_backend(settings).check_training(settings, folder, options)
 
 
@@ -142,40 +145,54 @@ def _check_models(settings: Settings) -> None:
 def _build(
     settings: Settings,
     folder: Path,
+    role: Role,
     total_steps: int | None,
     lr: float | None,
-    trains: bool,
-    values: bool,
-    store_prefix: str,
-    **source: Any,
+    checkpoint: CheckpointFormat | None = None,
 ) -> Any:
-    """Build the model of one rank: a policy, or a critic if `values`. `source` may have the checkpoint's reader."""
-    shared = _options(settings, folder, total_steps, lr, trains)
-    options = settings.algorithm.critic_options
-    shares_critic = trains and options is not None and options.shared
-    if not values:
-        shared["temperature"] = settings.policy_temperature
-    role: Role = "critic" if values else "actor_critic" if shares_critic else "policy"
-    return policy_backend(settings).build(settings, folder, role=role, store_prefix=store_prefix, **shared, **source)
+    """Build the model of one rank: a policy, a critic, or a frozen policy. `checkpoint` reads its weights."""
+    from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
+    from slimectl.policies.determinism import gpu_is_used, prepare_gpu
+
+    options = _options(settings, folder, role, total_steps, lr)
+    if options.deterministic and options.device == "cuda":  # before the model exists
+        prepare_gpu(used=gpu_is_used())
+    critic = settings.algorithm.critic_options
+    if role == "policy" and critic is not None and critic.shared:
+        role = "actor_critic"
+    return policy_backend(settings).build(settings, folder, role, options, checkpoint or ModelCheckpoint())
 
 
-def _options(
-    settings: Settings, folder: Path, total_steps: int | None, lr: float | None, trains: bool
-) -> dict[str, Any]:
-    """Return the model options that every trainer accepts, without the temperature."""
-    train = settings.train
-    return {
-        "optimizer": _optimizer(settings, total_steps, lr),
-        "max_tokens_per_pack": train.max_tokens_per_gpu,
-        "batching": _batching(settings, folder),
-        "dtype": train.dtype,
-        "freeze": train.freeze_params_name_list,
-        "train_only": train.only_train_params_name_list,
-        "trains": trains,
-        "lora": _lora(settings) if trains else None,
-        "device": device(train.device),
-        "seed": settings.run.seed,
-    }
+def _options(settings: Settings, folder: Path, role: Role, total_steps: int | None, lr: float | None) -> TrainerOptions:
+    """Return the options of a model for any trainer. Raises SettingsError if train.deterministic cannot train it."""
+    from slimectl.architectures.config import read_config
+    from slimectl.policies.determinism import check_model
+    from slimectl.policies.options import TrainerOptions
+    from slimectl.policies.recompute import Recompute
+
+    train, trains, values = settings.train, role not in ("reference", "teacher"), role == "critic"
+    if settings.deterministic:
+        check_model(read_config(folder), device=device(train.device), backend=train.backend)
+    return TrainerOptions(
+        optimizer=_optimizer(settings, total_steps, lr),
+        temperature=1.0 if values else settings.policy_temperature,
+        max_tokens_per_pack=train.max_tokens_per_gpu,
+        batching=_batching(settings, folder),
+        share_prefixes=train.shares_prefixes,
+        dtype=train.dtype,
+        recompute=Recompute(settings.recompute_granularity or "none", tuple(settings.recompute_modules)),
+        freeze=train.freeze_params_name_list,
+        train_only=train.only_train_params_name_list,
+        freeze_vision_tower=train.freeze_vision_tower,
+        trains=trains,
+        lora=_lora(settings) if trains else None,
+        offload=train.offload,
+        # Only the policy replays the engine's routing, not frozen models and critics.
+        rollout_routing_replay=train.use_rollout_routing_replay and trains and not values,
+        device=device(train.device),
+        deterministic=settings.deterministic,
+        seed=settings.run.seed,
+    )
 
 
 def _batching(settings: Settings, folder: Path) -> BatchingOptions:
@@ -313,10 +330,3 @@ def total_steps(settings: Settings, *, rollouts: int | None = None) -> int | Non
     if rollouts is None:
         return None
     return settings.steps_of(rollouts) - settings.algorithm.critic_only_steps
-
-
-def frozen(settings: Settings, folder: Path, *, executor: Executor | None = None, store_prefix: str = "ref_") -> Policy:
-    """Build a frozen model that only computes log-probabilities."""
-    return policy(
-        settings, folder, total_steps=None, lr=0.0, trains=False, store_prefix=store_prefix, executor=executor
-    )

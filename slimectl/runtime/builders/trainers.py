@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -17,15 +15,19 @@ from slimectl.errors import MissingExtraError, SettingsError
 from slimectl.hooks import FlatSettings, hook
 from slimectl.plugins.registry import POLICIES
 from slimectl.runtime.builders.backends import backend
-from slimectl.runtime.builders.models import device, is_gguf, model_folder
+from slimectl.runtime.builders.models import is_gguf, model_folder
 from slimectl.settings import Settings
 
 if TYPE_CHECKING:
-    from slimectl.policies.megatron.hooks import UserFunctions
-    from slimectl.policies.recompute import Recompute
+    from slimectl.policies.fsdp.trainer import FsdpTrainer
+    from slimectl.policies.megatron.trainer import MegatronTrainer
+    from slimectl.policies.options import MegatronOptions, TrainerOptions
+    from slimectl.protocols import CheckpointFormat
 
-Role = Literal["policy", "critic", "actor_critic"]
-"""Role of a model: a policy, a separate critic, or a policy that is its own critic."""
+Role = Literal["policy", "critic", "actor_critic", "reference", "teacher"]
+"""Role of a model: a policy, a separate critic, a policy that is its own critic, or a frozen policy."""
+STORE_PREFIXES: dict[Role, str] = {"reference": "ref_", "teacher": "teacher_"}
+"""Names of frozen models for the user's functions of [megatron]. The policy's is empty."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class PolicyBackend:
         Raises MissingExtraError, SettingsError, BackendError or CheckpointError.
         """
 
-    def check_training(self, settings: Settings, folder: Path, options: Mapping[str, Any]) -> None:
+    def check_training(self, settings: Settings, folder: Path, options: TrainerOptions) -> None:
         """Check the options against the model in a folder, reading only its config.json.
 
         `options` are the same as for `build`. Raises SettingsError or CheckpointError.
@@ -62,13 +64,13 @@ class PolicyBackend:
         """Return how the trainer of a model directory packs rows, for perf metrics, or None if unknown."""
         return None
 
-    def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:
+    def build(
+        self, settings: Settings, folder: Path, role: Role, options: TrainerOptions, checkpoint: CheckpointFormat
+    ) -> Any:
         """Create the model of this rank, a Policy or a Critic, from a model directory.
 
-        Every trainer accepts these `options`: optimizer (OptimizerOptions), batching (BatchingOptions),
-        max_tokens_per_pack, dtype, device, seed, freeze and train_only (name patterns), trains, lora (LoraOptions or
-        None). Policies also get temperature. `checkpoint` is given if a certain format reads the weights.
-        `store_prefix` identifies the model to the user's functions on its ranks.
+        `options` are the settings of [train] and more (see slimectl/policies/options.py). `checkpoint` reads and writes
+        weights.
         """
         raise NotImplementedError
 
@@ -78,26 +80,22 @@ class FsdpBackend(PolicyBackend):
 
     streams_adapters = True
 
-    def check_training(self, settings: Settings, folder: Path, options: Mapping[str, Any]) -> None:
+    def check_training(self, settings: Settings, folder: Path, options: TrainerOptions) -> None:
         from slimectl.policies.fsdp.preflight import check_training
 
-        check_training(
-            folder,
-            recompute=_recompute(settings),
-            rollout_routing_replay=settings.train.use_rollout_routing_replay,
-            **{name: options[name] for name in ("freeze", "train_only", "lora")},
-        )
+        check_training(folder, options)
 
     def packing(self, settings: Settings, folder: Path) -> Packing:
         train = settings.train
         return Packing(train.max_tokens_per_gpu, settings.cluster.ranks, train.shares_prefixes)
 
-    def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:
+    def build(
+        self, settings: Settings, folder: Path, role: Role, options: TrainerOptions, checkpoint: CheckpointFormat
+    ) -> Any:
         from slimectl.policies.fsdp.policy import FsdpActorCritic, FsdpCritic, FsdpPolicy
 
-        classes: dict[Role, Any] = {"policy": FsdpPolicy, "critic": FsdpCritic, "actor_critic": FsdpActorCritic}
-        options |= {"offload": settings.train.offload, "freeze_vision_tower": settings.train.freeze_vision_tower}
-        return _build(classes[role], settings, folder, role, options)
+        trainers: dict[Role, type[FsdpTrainer]] = {"critic": FsdpCritic, "actor_critic": FsdpActorCritic}
+        return trainers.get(role, FsdpPolicy)(folder, checkpoint, options)
 
 
 def _check_save_format(settings: Settings, dense: int | None) -> None:
@@ -151,20 +149,10 @@ class MegatronBackend(PolicyBackend):
         if settings.train.lora_rank is not None:
             chosen(linear_layers(family.links(config)), settings.train.lora_targets)
 
-    def check_training(self, settings: Settings, folder: Path, options: Mapping[str, Any]) -> None:
+    def check_training(self, settings: Settings, folder: Path, options: TrainerOptions) -> None:
         from slimectl.policies.megatron.preflight import check_training
 
-        check_training(
-            folder,
-            layout=layout(settings),
-            args=_megatron_args(settings),
-            recompute=_recompute(settings),
-            distributed_optimizer=settings.megatron.use_distributed_optimizer,
-            optimizer_cpu_offload=_offloads_optimizer(settings),
-            routing_replay=settings.megatron.use_routing_replay,
-            rollout_routing_replay=settings.train.use_rollout_routing_replay,
-            **{name: options[name] for name in ("dtype", "optimizer", "freeze", "train_only", "lora")},
-        )
+        check_training(folder, options, _megatron_options(settings, options))
 
     def packing(self, settings: Settings, folder: Path) -> Packing:
         from slimectl.architectures.config import read_config
@@ -176,93 +164,39 @@ class MegatronBackend(PolicyBackend):
         tokens, ranks = settings.train.max_tokens_per_gpu * parallel.context, parallel.data(settings.cluster.ranks)
         return Packing(tokens, ranks, settings.train.shares_prefixes and not obstacle)
 
-    def build(self, settings: Settings, folder: Path, *, role: Role, store_prefix: str, **options: Any) -> Any:
+    def build(
+        self, settings: Settings, folder: Path, role: Role, options: TrainerOptions, checkpoint: CheckpointFormat
+    ) -> Any:
+        from slimectl.policies.megatron.hooks import UserFunctions
         from slimectl.policies.megatron.policy import MegatronActorCritic, MegatronCritic, MegatronPolicy
 
-        megatron = settings.megatron
-        classes = {"policy": MegatronPolicy, "critic": MegatronCritic, "actor_critic": MegatronActorCritic}
-        options |= {
-            "layout": layout(settings),
-            "distributed_optimizer": megatron.use_distributed_optimizer,
-            "optimizer_cpu_offload": _offloads_optimizer(settings),
-            "routing_replay": megatron.use_routing_replay,
-            "user_functions": _user_functions(settings, store_prefix),
-            "args": _megatron_args(settings),
-            "save_format": "hf" if role == "critic" else megatron.save_format,
-        }
-        return _build(classes[role], settings, folder, role, options)
+        functions = UserFunctions(
+            args=FlatSettings(settings),
+            init=hook(settings, "megatron.custom_init_path"),
+            provider=hook(settings, "megatron.custom_model_provider_path"),
+            log_prob=hook(settings, "megatron.custom_before_log_prob_hook_path"),
+            train_step=hook(settings, "megatron.custom_before_train_step_hook_path"),
+            store_prefix=STORE_PREFIXES.get(role, ""),
+        )
+        megatron = _megatron_options(settings, options)
+        if role == "critic":
+            megatron = replace(megatron, save_format="hf")
+        trainers: dict[Role, type[MegatronTrainer]] = {"critic": MegatronCritic, "actor_critic": MegatronActorCritic}
+        return trainers.get(role, MegatronPolicy)(folder, checkpoint, options, megatron, functions)
 
 
-def _build(cls: Any, settings: Settings, folder: Path, role: Role, options: dict[str, Any]) -> Any:
-    """Create the model of this rank from a trainer class, with the arguments that both trainers accept."""
-    from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
+def _megatron_options(settings: Settings, options: TrainerOptions) -> MegatronOptions:
+    """Return the options of [megatron] for a model."""
+    from slimectl.policies.options import MegatronOptions
 
-    kernels = _kernels(settings, folder)
-    trainer = cls(
-        folder,
-        options.pop("checkpoint", None) or ModelCheckpoint(),
-        recompute=_recompute(settings),
-        share_prefixes=settings.train.shares_prefixes,
-        rollout_routing_replay=_replays_rollouts(settings, role, options),
-        **options,
-    )
-    trainer.kernels = kernels
-    return trainer
-
-
-def _megatron_args(settings: Settings) -> dict[str, Any]:
-    """Return megatron.args, with Megatron-core's own option for train.deterministic."""
-    return settings.megatron.args | ({"deterministic_mode": True} if settings.deterministic else {})
-
-
-def _kernels(settings: Settings, folder: Path) -> Callable[[], AbstractContextManager[None]]:
-    """Return the context for a trainer's computations, and prepare this process for it before the model exists."""
-    from slimectl.policies.determinism import deterministic_kernels, gpu_is_used, prepare_gpu
-
-    if not settings.deterministic:
-        return nullcontext
-    check_deterministic(settings, folder)
-    if device(settings.train.device) == "cuda":
-        prepare_gpu(used=gpu_is_used())
-    return deterministic_kernels
-
-
-def check_deterministic(settings: Settings, folder: Path) -> None:
-    """Raise SettingsError for a model that train.deterministic cannot train on its device."""
-    from slimectl.architectures.config import read_config
-    from slimectl.policies.determinism import check_model
-
-    if settings.deterministic:
-        check_model(read_config(folder), device=device(settings.train.device), backend=settings.train.backend)
-
-
-def _replays_rollouts(settings: Settings, role: Role, options: Mapping[str, Any]) -> bool:
-    """Return whether a model replays the engine's routing. Only the policy does, not frozen models and critics."""
-    return settings.train.use_rollout_routing_replay and role != "critic" and bool(options["trains"])
-
-
-def _offloads_optimizer(settings: Settings) -> bool:
-    return settings.megatron.optimizer_cpu_offload or settings.train.offload == "optimizer"
-
-
-def _recompute(settings: Settings) -> Recompute:
-    """Return what the backward pass recomputes."""
-    from slimectl.policies.recompute import Recompute
-
-    return Recompute(settings.recompute_granularity or "none", tuple(settings.recompute_modules))
-
-
-def _user_functions(settings: Settings, store_prefix: str) -> UserFunctions:
-    """Load the user's functions in [megatron] for one model."""
-    from slimectl.policies.megatron.hooks import UserFunctions
-
-    return UserFunctions(
-        args=FlatSettings(settings),
-        init=hook(settings, "megatron.custom_init_path"),
-        provider=hook(settings, "megatron.custom_model_provider_path"),
-        log_prob=hook(settings, "megatron.custom_before_log_prob_hook_path"),
-        train_step=hook(settings, "megatron.custom_before_train_step_hook_path"),
-        store_prefix=store_prefix,
+    megatron = settings.megatron
+    return MegatronOptions(
+        layout=layout(settings),
+        args=megatron.args | ({"deterministic_mode": True} if options.deterministic else {}),
+        distributed_optimizer=megatron.use_distributed_optimizer,
+        optimizer_cpu_offload=megatron.optimizer_cpu_offload or options.offload == "optimizer",
+        routing_replay=megatron.use_routing_replay,
+        save_format=megatron.save_format,
     )
 
 

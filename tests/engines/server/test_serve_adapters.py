@@ -23,6 +23,7 @@ from slimectl.errors import BackendError
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 
 ModelDir = Callable[..., Path]
 TARGETS = ("q_proj", "up_proj", "down_proj")
@@ -32,7 +33,7 @@ Q = "model.layers.0.self_attn.q_proj"
 def trained(folder: Path, *, rank: int = 4, targets: tuple[str, ...] = TARGETS) -> FsdpPolicy:
     """A policy whose adapter has learned something."""
     lora = LoraOptions(rank=rank, alpha=6.0, targets=targets)
-    policy = FsdpPolicy(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=0.02), lora=lora)
+    policy = FsdpPolicy(folder, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=0.02), lora=lora))
     policy.forward_backward(random_rows(), Clipped())
     policy.optim_step()
     return policy
@@ -107,7 +108,9 @@ def test_an_adapter_after_whole_weights_brings_the_base_model_back(
     server: Any, policy: FsdpPolicy, sync: WeightSyncBase, model_dir: ModelDir, tmp_path: Path
 ):
     sync.push()
-    other = FsdpPolicy(another_model(model_dir, tmp_path), HFCheckpoint(), optimizer=OptimizerOptions(lr=0.02))
+    other = FsdpPolicy(
+        another_model(model_dir, tmp_path), HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=0.02))
+    )
     TensorSync(other, sync.workers).push()
     sync.push()
     assert sync.workers.checksums() == [checksums(policy)]
@@ -141,7 +144,7 @@ def test_the_base_model_is_the_trainers_and_another_one_is_refused(
 def test_the_fingerprint_is_of_values_and_shows_one_step(policy: FsdpPolicy, model_dir: ModelDir, tmp_path: Path):
     folders = [tmp_path / name for name in ("same", "wide", "step")]
     whole = dict(HFCheckpoint().read(model_dir("llama")))
-    moved = dict(FsdpPolicy(model_dir("llama"), HFCheckpoint(), optimizer=OptimizerOptions()).weights())
+    moved = dict(FsdpPolicy(model_dir("llama"), HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions())).weights())
     moved["model.norm.weight"] = moved["model.norm.weight"] + 1e-6
     for folder, tensors in zip(folders, (whole, {n: t.double() for n, t in whole.items()}, moved), strict=True):
         folder.mkdir()

@@ -17,6 +17,7 @@ from slimectl.engines.supervisor import bootstrap
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 
 ModelDir = Callable[..., Path]
 FOLDER = str(Path(bootstrap.__file__).parent)
@@ -34,7 +35,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def adapted(folder: Path, *targets: str) -> FsdpPolicy:
     lora = LoraOptions(rank=2, alpha=6.0, targets=targets)
-    policy = FsdpPolicy(folder, HFCheckpoint(), optimizer=OptimizerOptions(lr=0.02), lora=lora)
+    policy = FsdpPolicy(folder, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=0.02), lora=lora))
     policy.forward_backward(random_rows(), Clipped())
     policy.optim_step()
     return policy

@@ -27,6 +27,7 @@ from slimectl.policies.megatron import parallel
 from slimectl.policies.megatron.batch import PackedSequences, packed
 from slimectl.policies.megatron.model import PackedGPT, build
 from slimectl.policies.megatron.parallel import parallel_state
+from slimectl.policies.options import MegatronOptions, TrainerOptions
 from slimectl.policies.recompute import Recompute
 
 CPU = torch.device("cpu")
@@ -54,9 +55,8 @@ def run(folder: Path, trials: Sequence[Trial]) -> None:
 def _compare(hf: Reference, layout: ParallelLayout, recompute: Recompute) -> None:
     architecture = family_of(hf.config).architecture(hf.config)
     parallel.check(layout, architecture, dist.get_world_size())
-    chunks = build(
-        architecture, layout, dtype=torch.float32, recompute=recompute, finalize_model_grads_func=finalize_model_grads
-    )
+    chunks = build(architecture, TrainerOptions(recompute=recompute), MegatronOptions(layout=layout))
+    chunks[0].config.finalize_model_grads_func = finalize_model_grads
     load(chunks, hf, layout)
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk).train() for chunk in chunks]

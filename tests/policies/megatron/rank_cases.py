@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
 from slimectl.executors.local import LocalExecutor
 from slimectl.executors.rank_group import PRELOAD
 from slimectl.policies.megatron import parallel
+from slimectl.policies.megatron.hooks import UserFunctions
 from slimectl.policies.megatron.policy import MegatronPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import MegatronOptions, TrainerOptions
 from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.protocols import Adapter
 from slimectl.types import Loss, Metrics, TrainingSample
@@ -25,8 +28,12 @@ STEADY = OptimizerOptions(lr=1e-3, eps=1e-3, weight_decay=0.1)
 becomes whole steps, and two orders of summing soon two models."""
 
 
-def megatron(model_dir: Path, *, kind: type = MegatronPolicy, **options: Any) -> Any:
-    return kind(model_dir, ModelCheckpoint(), **({"optimizer": STEADY, "max_tokens_per_pack": 60} | options))
+def megatron(
+    model_dir: Path, *, kind: type = MegatronPolicy, user_functions: UserFunctions | None = None, **options: Any
+) -> Any:
+    own = {field.name: options.pop(field.name) for field in fields(MegatronOptions) if field.name in options}
+    common = TrainerOptions(**({"optimizer": STEADY, "max_tokens_per_pack": 60} | options))
+    return kind(model_dir, ModelCheckpoint(), common, MegatronOptions(**own), user_functions)
 
 
 def release_graph(chunk: nn.Module) -> None:

@@ -13,6 +13,7 @@ from slimectl.architectures.registry import family_of
 from slimectl.architectures.torch_dist_keys import tensors
 from slimectl.policies.megatron import parallel
 from slimectl.policies.megatron.model import build
+from slimectl.policies.options import MegatronOptions, TrainerOptions
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +31,7 @@ def groups():
 def test_mcore_saves_and_loads_the_model_under_the_names_that_conversions_use(name, tmp_path):
     hf = reference(name, tmp_path)
     architecture = family_of(hf.config).architecture(hf.config)
-    (saved,) = build(architecture, ALONE, dtype=torch.float32)
+    (saved,) = build(architecture, TrainerOptions(), MegatronOptions())
     load([saved], hf, ALONE)
     folder = tmp_path / "torch_dist"
     folder.mkdir()
@@ -39,7 +40,7 @@ def test_mcore_saves_and_loads_the_model_under_the_names_that_conversions_use(na
     stored = {key for key in FileSystemReader(folder).read_metadata().state_dict_metadata if "_extra_state" not in key}
     assert stored == set(tensors(hf.links, architecture))
 
-    (loaded,) = build(architecture, ALONE, dtype=torch.float32)
+    (loaded,) = build(architecture, TrainerOptions(), MegatronOptions())
     loaded.load_state_dict(dist_checkpointing.load(loaded.sharded_state_dict(), str(folder)))
     numbers = dict(parameters_of([loaded]))
     for parameter_name, value in parameters_of([saved]):

@@ -20,9 +20,9 @@ from slimectl.checkpoints.create import create_model
 from slimectl.types import Metrics, Sample
 
 ROUNDING = 1e-6
-PLAIN: dict[str, Any] = {"max_tokens": 10_000, "share_prefixes": True, "batching": BatchingOptions()}
+PLAIN: dict[str, Any] = {"max_tokens_per_pack": 10_000, "share_prefixes": True, "batching": BatchingOptions()}
 """The whole round in one pack."""
-SMALL: dict[str, Any] = {"max_tokens": 24, "batching": BatchingOptions(balance="flops", pair_cost=0.01)}
+SMALL: dict[str, Any] = {"max_tokens_per_pack": 24, "batching": BatchingOptions(balance="flops", pair_cost=0.01)}
 MODEL: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
@@ -119,7 +119,7 @@ def test_every_case_trains(expected: Callable[[str], Metrics], case: str):
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_tokens": 24, "share_prefixes": False}, {"batching": BatchingOptions(1)}],
+    [{"max_tokens_per_pack": 24, "share_prefixes": False}, {"batching": BatchingOptions(1)}],
     ids=["small packs", "one sample each"],
 )
 @pytest.mark.parametrize("case", CASES)

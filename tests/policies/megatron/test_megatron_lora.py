@@ -22,6 +22,7 @@ from slimectl.policies.fsdp.policy import FsdpActorCritic
 from slimectl.policies.lora import LoraOptions, initial
 from slimectl.policies.megatron.policy import MegatronActorCritic, MegatronCritic
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.policies.recompute import Recompute
 
 ModelDir = Callable[..., Path]
@@ -226,7 +227,7 @@ def test_a_policy_that_is_its_own_critic_keeps_its_head_beside_what_peft_reads(f
     loss = PolicyAndValueLoss(PolicyLoss(), ValueLoss(value_clip=10.0), 0.5)
     policy.forward_backward(rows, loss)
     policy.optim_step()
-    fsdp = FsdpActorCritic(four_layers("tied"), HFCheckpoint(), optimizer=STEADY, lora=lora())
+    fsdp = FsdpActorCritic(four_layers("tied"), HFCheckpoint(), TrainerOptions(optimizer=STEADY, lora=lora()))
     fsdp.load(saved(policy, tmp_path / "megatron"))
     assert fsdp.forward_backward(rows, loss) == pytest.approx(policy.forward_backward(rows, loss), rel=1e-5)
     assert fsdp.optim_step() == pytest.approx(policy.optim_step(), rel=1e-5)

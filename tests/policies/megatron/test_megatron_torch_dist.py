@@ -22,6 +22,7 @@ from slimectl.checkpoints.torch_dist.metadata import read_metadata
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
 from slimectl.runtime.builders import check_policy, convert
 from slimectl.runtime.builders.models import version_of
 from slimectl.settings import Settings
@@ -107,13 +108,13 @@ def test_what_it_holds_is_a_model_for_every_trainer_and_for_convert(
     trained: tuple[Path, Any], four_layers: ModelDir, tmp_path: Path
 ):
     saved, policy = trained
-    convert(str(saved), tmp_path / "hf", to="hf")
+    convert(str(saved), tmp_path / "hf")
     reference = megatron(four_layers("tied"), trains=False)
     reference.load(saved)
     assert (reference.weight_version, version_of(saved)) == ("1", "1")
     for read in (
         HFCheckpoint().read(tmp_path / "hf"),
-        FsdpPolicy(saved, ModelCheckpoint(), optimizer=STEADY).weights(),
+        FsdpPolicy(saved, ModelCheckpoint(), TrainerOptions(optimizer=STEADY)).weights(),
         megatron(saved).weights(),
         reference.weights(),
     ):
@@ -134,7 +135,7 @@ def test_what_does_not_go_on_from_it_is_refused(trained: tuple[Path, Any], four_
     with pytest.raises(
         CheckpointError, match=r'only train.backend = "megatron" can resume\. Start from its weights inst'
     ):
-        FsdpPolicy(saved, ModelCheckpoint(), optimizer=STEADY).load(saved)
+        FsdpPolicy(saved, ModelCheckpoint(), TrainerOptions(optimizer=STEADY)).load(saved)
     shutil.copytree(saved, tmp_path / "cut")
     (tmp_path / "cut" / ".metadata").unlink()
     with pytest.raises(CheckpointError, match="cannot be resumed from as a torch_dist checkpoint"):

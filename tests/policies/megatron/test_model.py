@@ -11,6 +11,7 @@ from slimectl.architectures.registry import family_of
 from slimectl.policies.megatron import parallel
 from slimectl.policies.megatron.batch import packed
 from slimectl.policies.megatron.model import build
+from slimectl.policies.options import MegatronOptions, TrainerOptions
 
 ALONE = ParallelLayout()
 CPU = torch.device("cpu")
@@ -26,7 +27,7 @@ def groups():
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_gradients_equal_those_of_hugging_face(name, tmp_path):
     hf = reference(name, tmp_path)
-    (model,) = build(family_of(hf.config).architecture(hf.config), ALONE, dtype=torch.float32)
+    (model,) = build(family_of(hf.config).architecture(hf.config), TrainerOptions(), MegatronOptions())
     load([model], hf, ALONE)
     row = packed([len(tokens) for tokens in hf.tokens], ALONE, rank=0, device=CPU)
     hidden_TH = model(hf.tokens_T, row)[:, 0]

@@ -14,7 +14,7 @@ from test_equal_ranks import two_steps
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.errors import SettingsError
 from slimectl.policies.megatron.preflight import check_training
-from slimectl.policies.recompute import Recompute
+from slimectl.policies.options import MegatronOptions, TrainerOptions
 
 ModelDir = Callable[..., Path]
 INTERLEAVED = ParallelLayout(pipeline=2, virtual_pipeline=2)
@@ -70,9 +70,6 @@ def test_what_is_not_the_same_is_refused_before_a_model_is_built(
     four_layers: ModelDir, layout: ParallelLayout | None, args: dict[str, Any], reason: str
 ):
     (name,) = args
+    megatron_options = MegatronOptions(layout=layout or ParallelLayout(), args=args)
     with pytest.raises(SettingsError, match=rf"^megatron\.args\.{name}: .*{reason}"):
-        check_training(
-            four_layers(), layout=layout or ParallelLayout(), dtype="float32", args=args, recompute=Recompute(),
-            optimizer=STEADY, distributed_optimizer=True, optimizer_cpu_offload=False, freeze=(), train_only=(),
-            lora=None, routing_replay=False, rollout_routing_replay=False,
-        )  # fmt: skip
+        check_training(four_layers(), TrainerOptions(optimizer=STEADY), megatron_options)

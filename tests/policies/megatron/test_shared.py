@@ -17,6 +17,7 @@ from slimectl.architectures.parallel import ParallelLayout
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.policies.fsdp.policy import FsdpActorCritic
 from slimectl.policies.megatron.policy import MegatronActorCritic
+from slimectl.policies.options import TrainerOptions
 from slimectl.types import TrainingSample
 
 ModelDir = Callable[..., Path]
@@ -40,7 +41,7 @@ def step(policy: Any) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def learnt(four_layers: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> Learnt:
     """A checkpoint of the FSDP policy after a step, the policy itself after another one, and what that told."""
-    fsdp = FsdpActorCritic(four_layers(), HFCheckpoint(), optimizer=STEADY)
+    fsdp = FsdpActorCritic(four_layers(), HFCheckpoint(), TrainerOptions(optimizer=STEADY))
     step(fsdp)
     folder = tmp_path_factory.mktemp("shared")
     fsdp.save(folder)
@@ -67,7 +68,7 @@ def test_the_fsdp_policy_goes_on_where_it_stood(four_layers: ModelDir, tmp_path:
     assert {value for values in alone.values(random_rows()) for value in values} == {0.0}
     step(alone)
     alone.save(tmp_path)
-    fsdp = FsdpActorCritic(tmp_path, HFCheckpoint(), optimizer=STEADY)
+    fsdp = FsdpActorCritic(tmp_path, HFCheckpoint(), TrainerOptions(optimizer=STEADY))
     fsdp.load(tmp_path)
     assert step(fsdp) == pytest.approx(step(alone), rel=1e-4, abs=1e-6)
     for (name, tensor), (other, expected) in zip(fsdp.weights(), alone.weights(), strict=True):
