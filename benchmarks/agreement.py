@@ -107,6 +107,7 @@ def cases(tokens: int) -> list[Case]:
 def sampled(given: argparse.Namespace) -> list[list[Any]]:
     """A batch of samples for every update, with rewards, and log-probabilities that the model gave them."""
     from slimectl.runtime import builders
+    from slimectl.stages.prompt_groups import PromptSource
     from slimectl.stages.rollout import rollout
     from slimectl.stages.score import attach_log_probs
 
@@ -114,7 +115,8 @@ def sampled(given: argparse.Namespace) -> list[list[Any]]:
     tokenizer, start = builders.tokenizer(given.model), Path(given.model)
     engine = builders.engine(settings, start, tokenizer)
     size = given.prompts * given.answers
-    drawn = rollout(builders.prompts(settings, [given.data]), engine, tokenizer, settings.rollout)
+    generator = builders.generator(settings, engine, tokenizer)
+    drawn = rollout(PromptSource(builders.prompts(settings, [given.data]), generator))
     answers = islice(drawn, size * given.updates)
     samples = list(attach_log_probs(answers, builders.frozen(settings, start), "ref_log_probs"))
     if len(samples) < size * given.updates:

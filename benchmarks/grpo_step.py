@@ -96,6 +96,7 @@ class Turns:
 
 def slimectl_side(given: dict[str, Any], turns: Turns) -> None:
     from slimectl.runtime import builders
+    from slimectl.stages.prompt_groups import PromptSource
     from slimectl.stages.rounds import sampled_rounds
     from slimectl.stages.run import run
 
@@ -104,8 +105,8 @@ def slimectl_side(given: dict[str, Any], turns: Turns) -> None:
     policy = builders.policy(settings, folder, total_steps=given["steps"])
     engine = builders.engine(settings, folder, tokenizer, load=False)
     prompts, executor = builders.prompts(settings, [given["prompts"]]), builders.executor(settings)
-    parts = (prompts, engine, tokenizer, builders.reward(settings), settings)
-    make_rounds = partial(sampled_rounds, *parts, executor=executor)
+    source = PromptSource(prompts, builders.generator(settings, engine, tokenizer))
+    make_rounds = partial(sampled_rounds, source, builders.reward(settings), settings, executor=executor)
     reports = run(make_rounds, policy, builders.in_process(policy, engine), settings, executor=executor)
     for _ in range(given["steps"]):
         turns.wait()
@@ -305,13 +306,15 @@ def _settings(case: Case) -> Any:
 def accuracy(case: Case, model: Path) -> float:
     """On held-out prompts, by slimectl's evaluation."""
     from slimectl.runtime import builders
-    from slimectl.stages.evaluate import evaluate, summarize
+    from slimectl.stages.evaluate import HeldOutDataset
 
     settings, tokenizer = _settings(case), builders.tokenizer(model)
     engine, executor = builders.engine(settings, model, tokenizer), builders.graders()
     prompts = builders.prompts(settings, [case.held_out], shuffle=False)
-    samples = list(evaluate(prompts, engine, tokenizer, builders.reward(settings), settings, executor=executor))
-    return summarize("held_out", samples)["eval/held_out_accuracy"]
+    generator, metrics = builders.generator(settings, engine, tokenizer), dict[str, float]()
+    dataset = HeldOutDataset("held_out", settings, builders.reward(settings))
+    list(dataset.evaluate(prompts, generator, metrics, executor=executor))
+    return metrics["eval/held_out_accuracy"]
 
 
 def show(sides: dict[str, Side], skip: int) -> None:

@@ -180,15 +180,13 @@ def trl_request(settings: Settings, folder: Path, model: Path, setting: str, see
 def held_out_accuracy(task: BenchmarkTask, settings: Settings, model: Path, step: int) -> float:
     """Return the accuracy of saved weights on the held-out prompts of the task, as a run evaluates it."""
     from slimectl.runtime import builders
-    from slimectl.stages.evaluate import evaluate, resolve_dataset_settings, summarize
 
-    name = task.target.dataset
-    settings, tokenizer = resolve_dataset_settings(settings, name), builders.tokenizer(model)
-    engine, reward = builders.engine(settings, model, tokenizer), builders.reward(settings)
-    prompts = builders.prompts(settings, [settings.eval.sources[name]], shuffle=False)
-    executor = builders.graders()
-    samples = list(evaluate(prompts, engine, tokenizer, reward, settings, executor=executor, rollout_id=step))
-    return summarize(name, samples, success_threshold=settings.eval.success_threshold)[task.metric]
+    dataset, tokenizer = builders.dataset(settings, task.target.dataset), builders.tokenizer(model)
+    generator = builders.generator(settings, builders.engine(settings, model, tokenizer), tokenizer)
+    prompts = builders.prompts(dataset.settings, [settings.eval.sources[dataset.name]], shuffle=False)
+    metrics: dict[str, float] = {}
+    list(dataset.evaluate(prompts, generator, metrics, executor=builders.graders(), rollout_id=step))
+    return metrics[task.metric]
 
 
 def note(side: str, seed: int, evaluation: Any, message: dict[str, float] | None = None) -> None:

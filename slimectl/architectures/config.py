@@ -1,23 +1,22 @@
-"""Reads config.json, and defines Architecture (fields of mcore's TransformerConfig) and Family."""
+"""Reads config.json, and defines Architecture (fields of mcore's TransformerConfig)."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import wraps
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from slimectl.architectures.config_checks import check_config
 from slimectl.architectures.config_defaults import STAND_INS, with_known_defaults
-from slimectl.architectures.mapping import ParamMapping
 from slimectl.errors import CheckpointError, first_line
 from slimectl.system.model_files import MAX_CONFIG_BYTES, adapter_remedy, open_file, read_json
 
 Config = dict[str, Any]
 """A complete Hugging Face configuration: every key of the model's class, including defaults."""
+
+
+Layer = Literal["plain", "sandwich", "wide_qk_norm", "gated_delta", "sparse_latent"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Architecture:
     tied: bool
     rope: Rope
     mla: bool = False
-    layer: Literal["plain", "sandwich", "wide_qk_norm", "gated_delta", "sparse_latent"] = "plain"
+    layer: Layer = "plain"
     extra: dict[str, Any] = field(default_factory=dict)
     """Additional parameters of a layer that is not plain."""
 
@@ -94,42 +93,11 @@ def head_dim(config: Config) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def require(config: Config, **required: Any) -> None:
-    """Raise CheckpointError if a key has a value that this family does not support. Absent keys are accepted."""
-    for key, value in {"hidden_act": "silu", "use_sliding_window": False, **required}.items():
-        if (config.get(key) or value) != value:
-            raise CheckpointError(
-                f"config.json: {key} {config[key]!r}: {config.get('model_type')} models can be trained and converted "
-                f"only"
-                f" with {value!r}"
-            )
-
-
-def dense(config: Config, **fields: Any) -> Architecture:
-    """Return a plain decoder: RMSNorm before attention and MLP, grouped-query attention, SwiGLU."""
-    transformer = {
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": config["hidden_size"],
-        "ffn_hidden_size": config["intermediate_size"],
-        "num_attention_heads": config["num_attention_heads"],
-        "num_query_groups": config["num_key_value_heads"],
-        "kv_channels": head_dim(config),
-        "layernorm_epsilon": config["rms_norm_eps"],
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
-        "qk_layernorm": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    }
-    return Architecture(
-        {**transformer, **fields},
-        vocab_size=config["vocab_size"],
-        max_positions=config["max_position_embeddings"],
-        tied=bool(config.get("tie_word_embeddings")),
-        rope=rope(config),
-    )
+def language_model(config: Config) -> Config:
+    """Return the language model's part of a configuration."""
+    if "text_config" not in config:
+        return config
+    return {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings")}
 
 
 def with_defaults(raw: Config) -> Config:
@@ -176,60 +144,3 @@ def _weight_bytes(folder: Path) -> int | None:
             if 8 + int.from_bytes(file.read(8), "little") > sizes[-1]:
                 return None
     return sum(sizes) if sizes else None
-
-
-Result = TypeVar("Result")
-
-
-def explained(function: Callable[[Config], Result], family: str) -> Callable[[Config], Result]:
-    """Turn a function's errors on a configuration, which is untrusted input, into CheckpointErrors."""
-    if hasattr(function, "__wrapped__"):
-        return function
-
-    @wraps(function)
-    def call(config: Config) -> Result:
-        try:
-            return function(config)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise CheckpointError(
-                f"config.json: not valid for a {family} model ({reason:.200}). Copy it from the model's original "
-                f"checkpoint."
-            ) from error
-
-    return call
-
-
-@dataclass(frozen=True)
-class Family:
-    """Tensor names and shapes of one model family.
-
-    `model_types` are the values of `model_type` in config.json that belong to it. `carried` are regular expressions
-    for tensors that checkpoints hold but training does not use (multi-token prediction layers). Conversions copy them
-    unchanged. `spare_layers` does the same for the num_nextn_predict_layers layers after the last one (DeepSeek's
-    multi-token prediction).
-    """
-
-    name: str
-    model_types: tuple[str, ...]
-    architecture: Callable[[Config], Architecture]
-    links: Callable[[Config], list[ParamMapping]]
-    carried: tuple[str, ...] = ()
-    spare_layers: bool = False
-
-    def __post_init__(self) -> None:
-        for name, function in (("architecture", self.architecture), ("links", self.links)):
-            object.__setattr__(self, name, explained(function, self.name))
-
-    def carries(self, name: str) -> bool:
-        """Return whether checkpoints hold a tensor of this name but training does not use it."""
-        return any(re.search(pattern, name) for pattern in self.carried)
-
-    def of(self, config: Config) -> Family:
-        """Return the family for this configuration, with the patterns of its spare layers added to `carried`."""
-        count = config.get("num_nextn_predict_layers") or 0
-        if not self.spare_layers or not count:
-            return self
-        first = config["num_hidden_layers"]
-        numbers = "|".join(str(number) for number in range(first, first + count))
-        return replace(self, carried=(*self.carried, rf"^model\.layers\.({numbers})\."))

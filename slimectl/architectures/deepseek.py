@@ -1,12 +1,12 @@
-"""deepseek_v3 (DeepSeek-V3, V3.1, R1, Kimi K2, Moonlight, GLM-4.7-Flash): latent attention, many small experts."""
+"""Latent attention (DeepSeek-V3, arXiv:2412.19437), and its variant with an indexer (GLM-5)."""
 
 from __future__ import annotations
 
-import dataclasses
+from typing import Any
 
-from slimectl.architectures import blocks
 from slimectl.architectures.blocks import same
-from slimectl.architectures.config import Architecture, Config, Family, dense, require, rope
+from slimectl.architectures.config import Config, rope
+from slimectl.architectures.family import Attention
 from slimectl.architectures.mapping import ParamMapping, TensorParallelSplit
 from slimectl.errors import CheckpointError
 
@@ -22,30 +22,17 @@ def sparse_layers(config: Config) -> list[bool]:
     return [i >= (config.get("first_k_dense_replace") or 0) for i in range(config["num_hidden_layers"])]
 
 
-def architecture(config: Config) -> Architecture:
-    require(config, attention_bias=False)
-    ffn = config["moe_intermediate_size"]
-    plain = dense(
-        config,
-        num_query_groups=config["num_attention_heads"],
-        kv_channels=config["qk_nope_head_dim"],
-        qk_layernorm=True,
-        q_lora_rank=config["q_lora_rank"],
-        kv_lora_rank=config["kv_lora_rank"],
-        qk_head_dim=config["qk_nope_head_dim"],
-        qk_pos_emb_head_dim=config["qk_rope_head_dim"],
-        v_head_dim=config["v_head_dim"],
-        **blocks.fields(config, experts=config["n_routed_experts"], ffn=ffn, sparse=sparse_layers(config)),
-        **blocks.sigmoid_routing(config),
-        **shared_fields(config),
-    )
-    return dataclasses.replace(
-        plain,
-        mla=True,
-        rope=rope(config, interleaved=bool(config.get("rope_interleave", True))),
-        transformer={**plain.transformer, **_rope_fields(config)},
-        extra={"latent_norm_epsilon": LATENT_EPSILON},
-    )
+def latent_fields(config: Config) -> dict[str, Any]:
+    return {
+        "num_query_groups": config["num_attention_heads"],
+        "kv_channels": config["qk_nope_head_dim"],
+        "q_lora_rank": config["q_lora_rank"],
+        "kv_lora_rank": config["kv_lora_rank"],
+        "qk_head_dim": config["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": config["qk_rope_head_dim"],
+        "v_head_dim": config["v_head_dim"],
+        **_rope_fields(config),
+    }
 
 
 def _rope_fields(config: Config) -> dict[str, object]:
@@ -69,18 +56,7 @@ def _rope_fields(config: Config) -> dict[str, object]:
     }
 
 
-def shared_ffn(config: Config) -> int:
-    """Return the total width of all shared experts."""
-    return int(config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0))
-
-
-def shared_fields(config: Config) -> dict[str, int]:
-    """Return mcore's fields for the shared experts. Empty if there are none."""
-    ffn = shared_ffn(config)
-    return {"moe_shared_expert_intermediate_size": ffn} if ffn else {}
-
-
-def latent_attention(config: Config, mcore: str, hf: str) -> list[ParamMapping]:
+def latent_links(config: Config, i: int, mcore: str, hf: str) -> list[ParamMapping]:
     """Return the links of latent attention. Down-projections are replicated, up-projections split by heads."""
     H, heads, q_rank, kv_rank = (
         config[key] for key in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank")
@@ -108,38 +84,33 @@ def latent_attention(config: Config, mcore: str, hf: str) -> list[ParamMapping]:
     ]
 
 
-def mixture(config: Config, mcore: str, hf: str) -> list[ParamMapping]:
-    """Return the links of a layer's router with bias, routed experts and shared experts."""
+def indexer_fields(config: Config) -> dict[str, Any]:
+    return {
+        **latent_fields(config),
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": config["index_n_heads"],
+        "dsa_indexer_head_dim": config["index_head_dim"],
+        "dsa_indexer_topk": config["index_topk"],
+    }
+
+
+def indexer_links(config: Config, i: int, mcore: str, hf: str) -> list[ParamMapping]:
+    """Return the links of a layer with its indexer. A "shared" layer uses the selection of the previous layer."""
+    latent = latent_links(config, i, mcore, hf)
+    if config["indexer_types"][i] == "shared":
+        return latent
+    mcore, hf = f"{mcore}.self_attention.core_attention.indexer", f"{hf}.self_attn.indexer"
+    heads, width = config["index_n_heads"], config["index_head_dim"]
     return [
-        *blocks.routed(
-            config, mcore, f"{hf}.mlp", experts=config["n_routed_experts"], ffn=config["moe_intermediate_size"],
-            bias="gate.e_score_correction_bias",
-        ),
-        *(blocks.shared(config, mcore, f"{hf}.mlp.shared_experts", shared_ffn(config)) if shared_ffn(config) else ()),
-    ]  # fmt: skip
+        *latent,
+        same(f"{mcore}.linear_wq_b.weight", f"{hf}.wq_b.weight", heads * width, config["q_lora_rank"]),
+        same(f"{mcore}.linear_wk.weight", f"{hf}.wk.weight", width, config["hidden_size"]),
+        same(f"{mcore}.k_norm.weight", f"{hf}.k_norm.weight", width),
+        same(f"{mcore}.k_norm.bias", f"{hf}.k_norm.bias", width),
+        same(f"{mcore}.linear_weights_proj.weight", f"{hf}.weights_proj.weight", heads, config["hidden_size"]),
+    ]
 
 
-def links(config: Config) -> list[ParamMapping]:
-    sparse = sparse_layers(config)
-
-    def layer(i: int, mcore: str, hf: str) -> list[ParamMapping]:
-        plain = blocks.gated_mlp(f"{mcore}.mlp", f"{hf}.mlp", config["hidden_size"], config["intermediate_size"])
-        return [
-            *latent_attention(config, mcore, hf),
-            *(mixture(config, mcore, hf) if sparse[i] else plain),
-            *blocks.norms(config, mcore, hf),
-        ]
-
-    return blocks.layered(config, layer)
-
-
-FAMILY = Family(
-    "deepseek_v3",
-    ("deepseek_v3", "kimi_k2"),
-    architecture,
-    links,
-    carried=(r"rotary_emb\.inv_freq$",),
-    spare_layers=True,
-)
-GLM = dataclasses.replace(FAMILY, name="glm4_moe_lite", model_types=("glm4_moe_lite",))
-"""GLM-4.7-Flash: the same layers under another name."""
+_EXTRA = {"latent_norm_epsilon": LATENT_EPSILON}
+LATENT = Attention("latent attention", latent_links, latent_fields, latent=True, extra=_EXTRA)
+SPARSE_LATENT = Attention("an indexer", indexer_links, indexer_fields, "sparse_latent", latent=True, extra=_EXTRA)

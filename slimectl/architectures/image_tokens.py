@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slimectl.architectures.registry import FAMILIES
 from slimectl.errors import RecordError
 
 if TYPE_CHECKING:  # commands that grade samples read records with images and do not need numpy
@@ -17,7 +18,7 @@ if TYPE_CHECKING:  # commands that grade samples read records with images and do
 Grid = tuple[int, int, int]
 """Patches of an image along time, height and width. A still image has one along time."""
 
-MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
+MODEL_TYPES = tuple(name for name, family in FAMILIES.items() if family.tower is not None)
 """Values of model_type that support images."""
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from slimectl.architectures import blocks
 from slimectl.architectures.blocks import same
-from slimectl.architectures.config import Architecture, Config, Family, dense, head_dim, require
+from slimectl.architectures.config import Config, head_dim
+from slimectl.architectures.family import Attention
 from slimectl.architectures.mapping import (
     ConcatRows,
     Deinterleave,
@@ -18,10 +19,6 @@ from slimectl.architectures.mapping import (
     Shape,
     TensorParallelSplit,
 )
-from slimectl.architectures.qwen import expert_count, mixture, shared_fields, sparse_layers
-
-Part = Callable[[int, str, str], list[ParamMapping]]
-"""(layer index, its Megatron prefix, its Hugging Face prefix) -> links of a part of the layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,37 +57,29 @@ def is_linear(config: Config, layer: int) -> bool:
     return bool(config["layer_types"][layer] == "linear_attention")
 
 
-def delta_architecture(config: Config, **fields: Any) -> Architecture:
-    """Return the architecture of `dense`, with linear attention in the layers that layer_types marks."""
-    require(config, attention_bias=False)
-    plain = dense(
-        config,
-        qk_layernorm=True,
-        layernorm_zero_centered_gamma=True,
-        attention_output_gate=True,
-        experimental_attention_variant="gated_delta_net",
-        linear_attention_freq=[int(is_linear(config, i)) for i in range(config["num_hidden_layers"])],
-        linear_conv_kernel_dim=config["linear_conv_kernel_dim"],
-        linear_key_head_dim=config["linear_key_head_dim"],
-        linear_value_head_dim=config["linear_value_head_dim"],
-        linear_num_key_heads=config["linear_num_key_heads"],
-        linear_num_value_heads=config["linear_num_value_heads"],
-        **fields,
-    )
-    return dataclasses.replace(plain, layer="gated_delta")
+def delta_fields(config: Config) -> dict[str, Any]:
+    return {
+        "layernorm_zero_centered_gamma": True,
+        "attention_output_gate": True,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(is_linear(config, i)) for i in range(config["num_hidden_layers"])],
+        "linear_conv_kernel_dim": config["linear_conv_kernel_dim"],
+        "linear_key_head_dim": config["linear_key_head_dim"],
+        "linear_value_head_dim": config["linear_value_head_dim"],
+        "linear_num_key_heads": config["linear_num_key_heads"],
+        "linear_num_value_heads": config["linear_num_value_heads"],
+    }
 
 
-def delta_links(config: Config, projections: Part, mlp: Part, hf: str = "model") -> list[ParamMapping]:
-    """Return the links of a model. `projections` gives the input projections, which families store differently."""
+def delta_attention(projection: Callable[[Config, str, str], ParamMapping]) -> Attention:
+    """Return the attention of a family. `projection` gives the input projection, which families store differently."""
 
-    def layer(i: int, mcore: str, name: str) -> list[ParamMapping]:
+    def links(config: Config, i: int, mcore: str, hf: str) -> list[ParamMapping]:
         if is_linear(config, i):
-            attention = [*projections(i, mcore, name), *delta_net(config, mcore, name)]
-        else:
-            attention = gated_attention(config, mcore, name)
-        return [*attention, *mlp(i, mcore, name), *blocks.norms(config, mcore, name)]
+            return [projection(config, mcore, hf), *delta_net(config, mcore, hf)]
+        return gated_attention(config, mcore, hf)
 
-    return blocks.layered(config, layer, hf)
+    return Attention("linear attention", links, delta_fields, "gated_delta")
 
 
 def delta_projection(
@@ -135,17 +124,6 @@ def gated_attention(config: Config, mcore: str, hf: str) -> list[ParamMapping]:
     return [fused, *plain[1:]]
 
 
-def qwen3_next_architecture(config: Config) -> Architecture:
-    return delta_architecture(
-        config,
-        **blocks.fields(
-            config, experts=expert_count(config), ffn=config["moe_intermediate_size"], sparse=sparse_layers(config)
-        ),
-        **blocks.softmax_routing(normalized=config["norm_topk_prob"]),
-        **shared_fields(config),
-    )
-
-
 def qwen3_next_projection(config: Config, mcore: str, hf: str) -> ParamMapping:
     """Return the link of the input projection from [q | k | v | z] and [b | a] of each key head."""
     net = sizes(config)
@@ -157,32 +135,6 @@ def qwen3_next_projection(config: Config, mcore: str, hf: str) -> ParamMapping:
     return delta_projection(config, mcore, names, rows, Deinterleave(net.key_heads, bands))
 
 
-def qwen3_next_links(config: Config) -> list[ParamMapping]:
-    sparse = sparse_layers(config)
-
-    def mlp(i: int, mcore: str, hf: str) -> list[ParamMapping]:
-        if sparse[i]:
-            return mixture(config, mcore, hf)
-        return blocks.gated_mlp(f"{mcore}.mlp", f"{hf}.mlp", config["hidden_size"], config["intermediate_size"])
-
-    return delta_links(config, lambda _, mcore, hf: [qwen3_next_projection(config, mcore, hf)], mlp)
-
-
-QWEN3_NEXT = Family("qwen3_next", ("qwen3_next",), qwen3_next_architecture, qwen3_next_links, carried=(r"^mtp\.",))
-
-
-def text(config: Config) -> Config:
-    """Return the language model's part of a configuration."""
-    if "text_config" not in config:
-        return config
-    return {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings")}
-
-
-def decoder(config: Config) -> str:
-    """Return the prefix of the decoder's tensor names."""
-    return "model.language_model" if "text_config" in config else "model"
-
-
 def qwen3_5_projection(config: Config, mcore: str, hf: str) -> ParamMapping:
     """Return the link of the input projection from [q | k | v], z, b and a."""
     net = sizes(config)
@@ -191,47 +143,5 @@ def qwen3_5_projection(config: Config, mcore: str, hf: str) -> ParamMapping:
     return delta_projection(config, mcore, names, rows, ConcatRows())
 
 
-def qwen3_5_architecture(config: Config) -> Architecture:
-    return delta_architecture(text(config))
-
-
-def _links(config: Config, mlp: Callable[[Config, str, str], list[ParamMapping]]) -> list[ParamMapping]:
-    text_config = text(config)
-    return delta_links(
-        text_config,
-        lambda _, mcore, hf: [qwen3_5_projection(text_config, mcore, hf)],
-        lambda _, mcore, hf: mlp(text_config, mcore, hf),
-        decoder(config),
-    )
-
-
-def qwen3_5_links(config: Config) -> list[ParamMapping]:
-    def mlp(text_config: Config, mcore: str, hf: str) -> list[ParamMapping]:
-        return blocks.gated_mlp(
-            f"{mcore}.mlp", f"{hf}.mlp", text_config["hidden_size"], text_config["intermediate_size"]
-        )
-
-    return _links(config, mlp)
-
-
-def qwen3_5_moe_architecture(config: Config) -> Architecture:
-    config = text(config)
-    everywhere, ffn = [True] * config["num_hidden_layers"], config["moe_intermediate_size"]
-    return delta_architecture(
-        {**config, "intermediate_size": ffn},
-        **blocks.fields(config, experts=expert_count(config), ffn=ffn, sparse=everywhere),
-        **blocks.softmax_routing(normalized=True),
-        **shared_fields(config),
-    )
-
-
-def qwen3_5_moe_links(config: Config) -> list[ParamMapping]:
-    return _links(config, mixture)
-
-
-CARRIED = (r"^mtp\.", r"^model\.visual\.")
-
-QWEN3_5 = Family("qwen3_5", ("qwen3_5", "qwen3_5_text"), qwen3_5_architecture, qwen3_5_links, CARRIED)
-QWEN3_5_MOE = Family(
-    "qwen3_5_moe", ("qwen3_5_moe", "qwen3_5_moe_text"), qwen3_5_moe_architecture, qwen3_5_moe_links, CARRIED
-)
+GATED_DELTA_OF_NEXT = delta_attention(qwen3_next_projection)
+GATED_DELTA = delta_attention(qwen3_5_projection)

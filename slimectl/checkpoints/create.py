@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from slimectl.architectures.registry import known_family
 from slimectl.errors import SettingsError
 
 CHATML = (
@@ -27,8 +28,6 @@ VISION_TOKENS = {
     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
 }  # fmt: skip
 """Special tokens around images and in place of them, by their key in config.json."""
-NORMALIZED_BY_HALF = ("qwen3_vl_vision",)
-"""Vision towers whose published image processors use mean and deviation 0.5 per color, unlike CLIP's."""
 
 
 def create_model(
@@ -78,15 +77,17 @@ def create_model(
     model.save_pretrained(path)
     byte_level.save_pretrained(path)
     if sees:
-        _write_image_processor(path, hf_config.vision_config, image_processor or {})
+        _write_image_processor(path, hf_config, image_processor or {})
 
 
-def _write_image_processor(path: Path, vision: Any, sizes: Mapping[str, int]) -> None:
+def _write_image_processor(path: Path, config: Any, sizes: Mapping[str, int]) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+    family, vision = known_family(config.model_type), config.vision_config
+    by_half = family is not None and family.tower is not None and family.tower.normalized_by_half
     cell = (vision.patch_size * vision.spatial_merge_size) ** 2
     Qwen2VLImageProcessorPil(
-        **({"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if vision.model_type in NORMALIZED_BY_HALF else {}),
+        **({"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if by_half else {}),
         patch_size=vision.patch_size,
         merge_size=vision.spatial_merge_size,
         temporal_patch_size=vision.temporal_patch_size,

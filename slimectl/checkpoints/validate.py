@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from slimectl.architectures.config import Config, Family
+from slimectl.architectures.config import Config
 from slimectl.architectures.config_checks import OTHER_MODEL
-from slimectl.architectures.fused_experts import views
-from slimectl.architectures.mapping import ParamMapping
+from slimectl.architectures.family import Family
+from slimectl.architectures.mapping import ParamMapping, views
 from slimectl.architectures.registry import family_of
 from slimectl.checkpoints.safetensors_io import TensorSpec
 from slimectl.errors import CheckpointError

@@ -119,20 +119,17 @@ def _serve_until_signal(settings: Settings, options: ServeOptions) -> tuple[int,
             lines.append(ending.enter_context(serving.left_key(key, bound_port)))
         if exposed := serving.exposure(settings, options.host):
             lines.append(exposed)
-        return serving.serve(
-            settings,
-            folder,
-            at,
+        serves = serving.ServingOptions(
             host=options.host,
             admin_key=key,
             allowed_hosts=options.allow_host or (),
             load=not options.wait_for_weights,
-            ready=lambda: stdio.note("\n".join(lines)),
-            interval=options.stream_interval,
+            stream_interval=options.stream_interval,
             incremental=options.incremental,
             pause_timeout_s=options.pause_timeout,
             record=recording,
         )
+        return serving.serve(settings, folder, at, serves, ready=lambda: stdio.note("\n".join(lines)))
 
 
 @contextmanager

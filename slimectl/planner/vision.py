@@ -7,25 +7,10 @@ token of an image is a cell of merge by merge patches.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from slimectl.architectures.config import Config
-from slimectl.architectures.image_tokens import MODEL_TYPES
+from slimectl.architectures.registry import FAMILIES
 from slimectl.planner.workload import Figure, Run, counted, parameters
-
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": {
-        "depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16, "in_channels": 3,
-        "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
-        "out_hidden_size": 3584, "fullatt_block_indexes": [7, 15, 23, 31],
-    },
-    "qwen3_vl": {
-        "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "in_channels": 3,
-        "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 3584,
-        "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24],
-    },
-}  # fmt: skip
-"""Defaults of transformers for missing keys of a vision_config, by model_type of the whole model."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +40,16 @@ class VisionTower:
     @classmethod
     def of(cls, config: Config) -> VisionTower | None:
         """Return the tower of a complete configuration, or None for a model whose images are not read."""
-        if config.get("model_type") not in MODEL_TYPES or "vision_config" not in config:
+        family = FAMILIES.get(config.get("model_type", ""))
+        if family is None or family.tower is None or "vision_config" not in config:
             return None
-        vision = DEFAULTS[config["model_type"]] | config["vision_config"]
+        vision = {**family.tower.defaults, **config["vision_config"]}
         merge, patch, depth = vision["spatial_merge_size"], vision["patch_size"], vision["depth"]
         window = vision.get("window_size")  # None: all blocks attend to whole images
         return cls(
             blocks=depth,
             global_blocks=depth if window is None else len({i for i in vision["fullatt_block_indexes"] if i < depth}),
-            is_gated=config["model_type"] == "qwen2_5_vl",
+            is_gated=family.tower.gated,
             width=vision["hidden_size"],
             inner=vision["intermediate_size"],
             heads=vision["num_heads"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -24,11 +25,13 @@ from slimectl.protocols import NO_PROGRESS, Critic, Engine, Policy, Progress, We
 from slimectl.runtime import builders
 from slimectl.runtime.recorder import load_state, warn_of_changed_schedule
 from slimectl.settings import Settings
-from slimectl.stages.generation import sampling_params
-from slimectl.stages.rollout import demonstrations
+from slimectl.stages.generation import GroupGenerator, sampling_params
+from slimectl.stages.prompt_groups import PromptSource, UserDataSource
+from slimectl.stages.rollout import demonstrations, rollout
 from slimectl.stages.score import attach_log_probs
 from slimectl.stages.train import TrainState
 from slimectl.stages.train import train as train_stage
+from slimectl.stages.whole_rounds import GroupSource
 from slimectl.types import Chat, Completion, Prompt, Sample, SamplingParams, StepReport
 
 OnSkipped = Callable[[Prompt], Any]
@@ -71,6 +74,11 @@ class Sampler(_Closing):
         self.tokenizer: Any = builders.tokenizer(self.folder)
         self.engine: Engine = self._closing.enter_context(builders.start_engines(settings, self.folder, self.tokenizer))
 
+    @cached_property
+    def generator(self) -> GroupGenerator:
+        """Generates the responses of rollouts. Evaluations derive theirs from it."""
+        return builders.generator(builders.hook_settings(self.settings, self.engine), self.engine, self.tokenizer)
+
     def rollout(
         self, prompts: Iterable[Prompt], *, source: Any = None, on_skipped: OnSkipped = lambda prompt: None
     ) -> Iterator[Sample]:
@@ -80,9 +88,11 @@ class Sampler(_Closing):
         response go to `on_skipped`.
         """
         prompts = of_type(prompts, Prompt, "create it with slimectl.Prompt(…), or read a file with slimectl.prompts")
-        return builders.rollout_samples(
-            self.settings, prompts, self.engine, self.tokenizer, source=source, on_skipped=on_skipped
-        )
+        generator, run = dataclasses.replace(self.generator, on_skipped=on_skipped), self.settings.run
+        groups: GroupSource = PromptSource(prompts, generator)
+        if source is not None:
+            groups = UserDataSource(source, generator, max_groups=builders.max_groups(run, source))
+        return rollout(groups, max_rounds=run.num_rollout)
 
 
 class Trainer(_Closing):

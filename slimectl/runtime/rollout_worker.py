@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from slimectl.data.io import is_pipe
 from slimectl.hooks.user_hooks import UserHooks
-from slimectl.protocols import NO_PROGRESS, Agent, Executor, Policy, Progress, RewardFn
+from slimectl.protocols import NO_PROGRESS, Executor, Policy, Progress
 from slimectl.runtime import builders
 from slimectl.settings import Settings
-from slimectl.stages.evaluate import answer_extractor, evaluate, resolve_dataset_settings, with_summary
+from slimectl.stages.evaluate import HeldOutDataset
+from slimectl.stages.prompt_groups import PromptSource, UserDataSource, source_length
 from slimectl.stages.rounds import sampled_rounds
+from slimectl.stages.whole_rounds import GroupSource
 from slimectl.system.event_loop import run_coroutine
 from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
 
@@ -42,10 +44,9 @@ class RolloutWorker:
             self.engine = builders.engine(settings, model, self.tokenizer, load=False)
         self.settings = settings = builders.hook_settings(settings, self.engine, model)
         self.reward = builders.reward(settings)
-        self.agent = builders.agent(settings)
-        self.hooks = UserHooks(settings)
+        self.generator = builders.generator(settings, self.engine, self.tokenizer)
         self.source = builders.data_source(settings)
-        self._datasets: dict[str, tuple[Settings, RewardFn, Agent | None]] = {}
+        self._datasets: dict[str, HeldOutDataset] = {}
         self.graders = builders.graders()
         self.progress: Progress = NO_PROGRESS
         """Receives the progress of a round. Not used in a separate process or thread."""
@@ -53,20 +54,19 @@ class RolloutWorker:
     def rounds(self, state: SamplerState) -> Iterator[RolloutBatch]:
         """Yield scored rounds, continuing from `state`."""
         rounds = sampled_rounds(
-            self._prompts(state.position) if self.source is None else iter(()),
-            self.engine,
-            self.tokenizer,
-            self.reward,
-            self.settings,
-            executor=self.graders,
-            agent=self.agent,
-            hooks=self.hooks,
-            source=self.source,
-            count=None if any(map(is_pipe, self.settings.rollout.data)) else self._count,
-            state=state.snapshot(),
-            progress=self.progress,
+            self._groups(state.snapshot()), self.reward, self.settings, executor=self.graders, progress=self.progress
         )
         return self._separate(rounds)
+
+    def _groups(self, state: SamplerState) -> GroupSource:
+        """Return the groups of rollout.data, or of the user's source, for a number of epochs or without end."""
+        run, data = self.settings.run, list(self.settings.rollout.data)
+        epochs = None if run.num_rollout else run.num_epoch or 1
+        if self.source is not None:
+            last = None if epochs is None else epochs * source_length(self.source)
+            return UserDataSource(self.source, self.generator, state, max_groups=last)
+        prompts = builders.prompts(self.settings, data, epochs=epochs, start=state.position)
+        return PromptSource(prompts, self.generator, state, count=None if any(map(is_pipe, data)) else self._count)
 
     def _separate(self, rounds: Iterator[RolloutBatch]) -> Iterator[RolloutBatch]:
         """Yield the rounds, each without cached prefixes of the previous one."""
@@ -82,11 +82,6 @@ class RolloutWorker:
         if forget := getattr(self.engine, "forget_prefixes", None):
             forget()
 
-    def _prompts(self, start: int) -> Iterator[Prompt]:
-        run = self.settings.run
-        epochs = None if run.num_rollout else run.num_epoch or 1
-        return builders.prompts(self.settings, list(self.settings.rollout.data), epochs=epochs, start=start)
-
     def _count(self) -> int:
         """Return the number of prompts per epoch."""
         return sum(1 for _ in builders.prompts(self.settings, list(self.settings.rollout.data), shuffle=False))
@@ -94,11 +89,10 @@ class RolloutWorker:
     def evaluation(self, name: str, rollout_id: int) -> tuple[list[Sample], Metrics]:
         """Sample and grade a held-out dataset after round `rollout_id`. Return its samples and metrics."""
         if name not in self._datasets:
-            dataset_settings = resolve_dataset_settings(self.settings, name)
-            self._datasets[name] = dataset_settings, builders.reward(dataset_settings), builders.agent(dataset_settings)
-        dataset_settings, reward, agent = self._datasets[name]
-        prompts = builders.prompts(dataset_settings, [dataset_settings.eval.sources[name]], shuffle=False)
-        return self._evaluate(name, prompts, dataset_settings, reward, agent, rollout_id)
+            self._datasets[name] = builders.dataset(self.settings, name)
+        settings = self._datasets[name].settings
+        prompts = builders.prompts(settings, [settings.eval.sources[name]], shuffle=False)
+        return self._evaluate(self._datasets[name], prompts, rollout_id)
 
     def accuracy(self, sources: Sequence[str], count: int) -> float:
         """Return the share of correct responses to the first `count` prompts, with one response each."""
@@ -107,26 +101,15 @@ class RolloutWorker:
         # This needs single responses, even if a user's function samples the rounds.
         rollout_settings = self.settings.rollout.model_copy(update={"function_path": None})
         settings = self.settings.model_copy(update={"eval": eval_settings, "rollout": rollout_settings})
-        _, metrics = self._evaluate("warmup", prompts, settings, self.reward, self.agent)
-        return metrics["eval/warmup_accuracy"]
+        warmup = HeldOutDataset("warmup", settings, self.reward, self.generator.agent, UserHooks(settings))
+        return self._evaluate(warmup, prompts)[1]["eval/warmup_accuracy"]
 
     def _evaluate(
-        self,
-        name: str,
-        prompts: Iterator[Prompt],
-        settings: Settings,
-        reward: RewardFn,
-        agent: Agent | None,
-        rollout_id: int = 0,
+        self, dataset: HeldOutDataset, prompts: Iterator[Prompt], rollout_id: int = 0
     ) -> tuple[list[Sample], Metrics]:
         metrics: Metrics = {}
-        too_long: list[Prompt] = []
-        samples = evaluate(
-            prompts, self.engine, self.tokenizer, reward, settings, executor=self.graders, agent=agent,
-            rollout_id=rollout_id, on_skipped=too_long.append, hooks=UserHooks(settings),
-        )  # fmt: skip
-        answer = answer_extractor(reward)
-        summed = list(with_summary(name, samples, metrics, settings, answer=answer, too_long=too_long))
+        samples = dataset.evaluate(prompts, self.generator, metrics, executor=self.graders, rollout_id=rollout_id)
+        summed = list(samples)
         self._forget_prefixes()
         return summed, metrics
 

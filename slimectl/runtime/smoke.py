@@ -8,6 +8,7 @@ from typing import Any
 
 from slimectl.architectures import cards
 from slimectl.architectures.config import with_defaults
+from slimectl.architectures.registry import FAMILIES
 from slimectl.data.run_dir import write_folder
 from slimectl.errors import SlimectlError
 from slimectl.runtime import builders
@@ -32,7 +33,6 @@ SMALL: dict[str, Any] = {
     "use_sliding_window": False,
 }
 """Sizes of the tiny model, for the keys that the configuration has."""
-VISION_CARDS = {"qwen2_5_vl": "tiny-vl", "qwen3_vl": "tiny-vl3"}
 OTHER_FAMILY = "tiny"
 """Model card for families that the embedded engine does not support."""
 TOKENIZER_KEYS = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -107,8 +107,9 @@ def create_model(settings: Settings) -> str:
     language = cards.language_model(config)
     model_type = str(config.get("model_type"))
     card, has_tokenizer = None, False
-    if model_type in VISION_CARDS or "vision_config" in config:
-        card = VISION_CARDS.get(model_type, OTHER_FAMILY)
+    family = FAMILIES.get(model_type)
+    if (family is not None and family.tower is not None) or "vision_config" in config:
+        card = OTHER_FAMILY if family is None or family.tower is None else family.tower.tiny_card
     elif model_type not in builders.embedded_families():
         card = OTHER_FAMILY
     if card is not None:

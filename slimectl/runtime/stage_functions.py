@@ -13,7 +13,7 @@ from slimectl.data.atomic_replace import refuse_existing
 from slimectl.data.streams import of_type, tee
 from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import check_hooks
-from slimectl.protocols import Agent, LogProbModel, RewardFn, Tracker
+from slimectl.protocols import LogProbModel, Tracker
 from slimectl.rewards import Verifier
 from slimectl.runtime import builders
 from slimectl.settings import Settings
@@ -27,6 +27,7 @@ from slimectl.types import Metrics, Prompt, Sample, StepReport, TableRow
 
 if TYPE_CHECKING:  # imports torch, which scoring does not need
     from slimectl.runtime.model_functions import Sampler
+    from slimectl.stages.evaluate import HeldOutDataset
 
 MAKE_SAMPLES = "sample prompts with slimectl.rollout, or read a file with slimectl.data.jsonl.read_samples"
 
@@ -139,8 +140,6 @@ class Evaluation:
     """
 
     def __init__(self, settings: Settings) -> None:
-        from slimectl.stages.evaluate import resolve_dataset_settings
-
         if not settings.eval.data:
             raise SettingsError("eval.data: no datasets are given. Add eval.data.NAME = PROMPTS.")
         builders.check_trackers(settings)
@@ -150,17 +149,11 @@ class Evaluation:
         self._settings = settings
         self._tables: dict[str, list[TableRow]] = {}
         self._trackers: list[Tracker] = []
-        self._datasets: dict[str, tuple[Settings, Iterator[Prompt], RewardFn, Agent | None]] = {}
+        self._datasets: dict[str, tuple[HeldOutDataset, Iterator[Prompt]]] = {}
         for name, source in settings.eval.sources.items():
-            dataset_settings = resolve_dataset_settings(settings, name)
-            check_hooks(dataset_settings, "rollout.", "score.")
-            questions = builders.prompts(dataset_settings, [source], shuffle=False)
-            self._datasets[name] = (
-                dataset_settings,
-                questions,
-                builders.reward(dataset_settings),
-                builders.agent(dataset_settings),
-            )
+            dataset = builders.dataset(settings, name)
+            check_hooks(dataset.settings, "rollout.", "score.")
+            self._datasets[name] = dataset, builders.prompts(dataset.settings, [source], shuffle=False)
 
     def __enter__(self) -> Self:
         self._trackers = builders.evaluation_trackers(self._settings)
@@ -172,29 +165,14 @@ class Evaluation:
 
     def samples(self, sampler: Sampler) -> Iterator[Sample]:
         """Yield the graded samples of every dataset, then log the metrics to the trackers."""
-        from slimectl.hooks.user_hooks import UserHooks
-        from slimectl.stages.evaluate import answer_extractor, with_summary
-        from slimectl.stages.evaluate import evaluate as evaluate_stage
-
         with closing(builders.graders()) as graders:
-            for name, (settings, questions, reward, agent) in self._datasets.items():
+            for name, (dataset, questions) in self._datasets.items():
                 if getattr(sampler.engine, "addresses", None):
-                    settings = builders.hook_settings(settings, sampler.engine, sampler.folder)
-                    reward, agent = builders.reward(settings), builders.agent(settings)
-                too_long: list[Prompt] = []
-                graded = evaluate_stage(
-                    questions,
-                    sampler.engine,
-                    sampler.tokenizer,
-                    reward,
-                    settings,
-                    executor=graders,
-                    agent=agent,
-                    on_skipped=too_long.append,
-                    hooks=UserHooks(settings),
-                )
-                answer, collected = answer_extractor(reward), list[Sample]()
-                summarized = with_summary(name, graded, self.metrics, settings, answer=answer, too_long=too_long)
+                    dataset = builders.dataset(
+                        builders.hook_settings(self._settings, sampler.engine, sampler.folder), name
+                    )
+                summarized = dataset.evaluate(questions, sampler.generator, self.metrics, executor=graders)
+                collected = list[Sample]()
                 failures = self.failures[name] = FailureCount()
                 summarized = tee(summarized, failures.add)
                 yield from tee(summarized, collected.append if self._trackers else lambda sample: None)
@@ -204,7 +182,7 @@ class Evaluation:
     def check_failures(self) -> None:
         """Raise SlimectlError if too many attempts of a dataset failed."""
         for name, failures in self.failures.items():
-            failures.check(self._datasets[name][0].rollout, f"{name}: {failures.with_cause}")
+            failures.check(self._datasets[name][0].settings.rollout, f"{name}: {failures.with_cause}")
 
     def _track(self, step: int) -> None:
         """Log metrics and tables at the training step of the model."""

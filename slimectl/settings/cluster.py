@@ -77,10 +77,11 @@ class SyncSettings(Section):
     """Keep the files of every update."""
 
     update_weight_delta_encoding: Literal["xor", "overwrite"] = "xor"
-    """What a delta stores of a changed block: the XOR with the old bytes, which compresses better, or the new bytes."""
+    """Accepted for older settings files. Both values mean xor: a delta has the XOR of old and new bits, which takes
+    less space than the new bits."""
 
     update_weight_delta_checksum: Literal["xxh3-128", "blake2b", "adler32"] = "xxh3-128"
-    """Checksum of every tensor in a delta."""
+    """Accepted for older settings files. All values mean xxh3-128, the fastest checksum of a delta's tensors."""
 
     custom_post_write_path: str | None = None
     """Path of a function (args, version_dir, rollout_engines) that is called after disk or delta has written an update

@@ -7,24 +7,25 @@ import json
 import operator
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from slimectl.algorithms.metrics import count_failures, majority_at_n
 from slimectl.data.streams import tee
 from slimectl.errors import RecordError
-from slimectl.protocols import Agent, Engine, Executor, RewardFn
+from slimectl.protocols import Agent, Executor, RewardFn
 from slimectl.rewards import Verifier
 from slimectl.settings import Settings
 from slimectl.settings.evaluate import Dataset
 from slimectl.settings.run import TrackSettings
-from slimectl.stages.generation import GroupGenerator, single_turn
+from slimectl.stages.generation import GroupGenerator, sampling_params, single_turn
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.metrics import optional_metrics, pass_rates
-from slimectl.stages.rollout import rollout, sampling_params
+from slimectl.stages.prompt_groups import PromptSource
+from slimectl.stages.rollout import rollout
 from slimectl.stages.score import Grader, report_grading, reward_number, score
-from slimectl.stages.whole_rounds import whole_round_evaluation
+from slimectl.stages.whole_rounds import whole_round_samples
 from slimectl.types import Metrics, Prompt, Sample, Status, TableRow, text_of_label
 
 OF_ROLLOUT = ("input_key", "label_key", "tool_key", "metadata_key", "stop", "stop_token_ids", "min_new_tokens",
@@ -64,73 +65,82 @@ def resolve_dataset_settings(settings: Settings, name: str) -> Settings:
     )
 
 
-def evaluate(
-    prompts: Iterable[Prompt],
-    engine: Engine,
-    tokenizer: Any,
-    reward: RewardFn,
-    settings: Settings,
-    *,
-    executor: Executor,
-    agent: Agent | None = None,
-    rollout_id: int = 0,
-    on_skipped: Callable[[Prompt], Any] = lambda prompt: None,
-    hooks: Hooks = NO_HOOKS,
-) -> Iterator[Sample]:
-    """Sample and grade held-out prompts. [eval] overrides [rollout].
+@dataclasses.dataclass(frozen=True)
+class HeldOutDataset:
+    """A dataset of an evaluation, with what samples and grades it.
 
-    `settings` come from `resolve_dataset_settings`. `rollout_id` is the number of rounds trained on.
-    `hooks.sample_rounds` also samples evaluations. Prompts that leave no room for a response are passed to
-    `on_skipped`.
+    `settings` come from `resolve_dataset_settings`. `hooks.sample_rounds` also samples evaluations.
     """
-    eval_settings = settings.eval
-    overrides: dict[str, Any] = {
-        "temperature": eval_settings.temperature,
-        "top_p": eval_settings.top_p,
-        "top_k": eval_settings.top_k,
-        "max_tokens": eval_settings.max_response_len,
-    }
-    overrides = {name: value for name, value in overrides.items() if value is not None}
-    params = dataclasses.replace(sampling_params(settings.rollout), **overrides)
-    rollout_settings = settings.rollout.model_copy(update={"n_samples_per_prompt": eval_settings.n_samples_per_prompt})
-    if hooks.sample_rounds is not None:
-        attempts = GroupGenerator(
-            engine, tokenizer, rollout_settings, agent or single_turn, params, True, on_sample=hooks.on_sample
+
+    name: str
+    settings: Settings
+    reward: RewardFn
+    agent: Agent = single_turn
+    hooks: Hooks = NO_HOOKS
+
+    def evaluate(
+        self,
+        prompts: Iterable[Prompt],
+        generator: GroupGenerator,
+        metrics: Metrics,
+        *,
+        executor: Executor,
+        rollout_id: int = 0,
+    ) -> Iterator[Sample]:
+        """Sample and grade prompts with the engine of a generator. After the last sample, add to `metrics`.
+
+        [eval] overrides [rollout]. `rollout_id` is the number of rounds trained on. Prompts that leave no room for a
+        response are only counted.
+        """
+        too_long: list[Prompt] = []
+        generator = self._generator(generator, too_long)
+        source, sample_rounds = PromptSource(prompts, generator), self.hooks.sample_rounds
+        if sample_rounds is None:
+            generator.rollout_id = rollout_id
+            samples = rollout(source)
+        else:
+            source.read_all()
+            samples = whole_round_samples(source, sample_rounds(generator), max_rounds=1, first=rollout_id)
+        graded = score(samples, self.reward, self.settings.score, executor=executor)
+        return self.summarized(graded, metrics, too_long)
+
+    def _generator(self, generator: GroupGenerator, too_long: list[Prompt]) -> GroupGenerator:
+        rollout_settings, settings = self.settings.rollout, self.settings.eval
+        overrides: dict[str, Any] = {
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": settings.top_k,
+            "max_tokens": settings.max_response_len,
+        }
+        overrides = {name: value for name, value in overrides.items() if value is not None}
+        return dataclasses.replace(
+            generator,
+            settings=rollout_settings.model_copy(update={"n_samples_per_prompt": settings.n_samples_per_prompt}),
+            params=dataclasses.replace(sampling_params(rollout_settings), **overrides),
+            agent=self.agent,
+            hooks=self.hooks,
+            evaluation=True,
+            on_skipped=too_long.append,
         )
-        samples = whole_round_evaluation(prompts, attempts, hooks.sample_rounds, rollout_id, on_skipped)
-    else:
-        samples = rollout(
-            prompts, engine, tokenizer, rollout_settings, agent=agent, params=params, evaluation=True,
-            hooks=hooks, rollout_id=rollout_id, on_skipped=on_skipped,
+
+    def summarized(
+        self, samples: Iterable[Sample], metrics: Metrics, too_long: Sequence[Prompt] = ()
+    ) -> Iterator[Sample]:
+        """Yield graded samples, then write their summary into `metrics`.
+
+        `too_long` has the skipped prompts when all samples have been read.
+        """
+        name, settings, collected = self.name, self.settings, list[Sample]()
+        for sample in tee(samples, collected.append):
+            sample.metadata.setdefault("dataset", name)
+            yield sample
+        report_grading(collected, settings.score, f"eval.data.{name}")
+        metrics |= summarize(
+            name, collected, success_threshold=settings.eval.success_threshold,
+            reward_key=settings.score.reward_key, answer=AnswerExtractor(self.reward), track=settings.track,
         )  # fmt: skip
-    return score(samples, reward, settings.score, executor=executor)
-
-
-def with_summary(
-    name: str,
-    samples: Iterable[Sample],
-    metrics: Metrics,
-    settings: Settings,
-    *,
-    answer: AnswerExtractor | None = None,
-    too_long: Sequence[Prompt] = (),
-) -> Iterator[Sample]:
-    """Yield the graded samples of one dataset, then write their summary into `metrics`.
-
-    `answer` extracts the answer of a sample (see `answer_extractor`). `too_long` has the skipped prompts when all
-    samples have been read.
-    """
-    collected: list[Sample] = []
-    for sample in tee(samples, collected.append):
-        sample.metadata.setdefault("dataset", name)
-        yield sample
-    report_grading(collected, settings.score, f"eval.data.{name}")
-    threshold, key = settings.eval.success_threshold, settings.score.reward_key
-    metrics |= summarize(
-        name, collected, success_threshold=threshold, reward_key=key, answer=answer, track=settings.track
-    )
-    if too_long:
-        metrics[f"eval/{name}/prompts_too_long"] = float(len(too_long))
+        if too_long:
+            metrics[f"eval/{name}/prompts_too_long"] = float(len(too_long))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,11 +165,6 @@ class AnswerExtractor:
         if not isinstance(self.reward, Grader) or self.reward.has_agent_rewards([sample]):
             return None
         return self.reward.verifier_of(sample)
-
-
-def answer_extractor(reward: RewardFn) -> AnswerExtractor:
-    """Return the object that extracts and compares the answers of a majority vote."""
-    return AnswerExtractor(reward)
 
 
 def summarize(

@@ -19,10 +19,11 @@ from slimectl.data.hashing import sample_seed
 from slimectl.data.images import images_of
 from slimectl.data.routed_experts import Routing, extended, set_routing
 from slimectl.errors import HookError, RecordError, SettingsError, SlimectlError
-from slimectl.protocols import Agent, Engine, OnTokens, SampleHook
+from slimectl.protocols import Agent, Engine, OnTokens
 from slimectl.rewards.thoughts import OPENED, opened_by
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.failed_attempts import warn_of_failure
+from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.long_prompts import drop_long, prompt_excess
 from slimectl.stages.text_responses import fill_tokens
 from slimectl.stages.tool_timeout import BlockedLoopWatchdog, ToolTimeout
@@ -86,11 +87,13 @@ async def single_turn(
 
 @dataclasses.dataclass
 class GroupGenerator:
-    """Generates the groups of one rollout. Holds the engine, settings and hooks that its samples share.
+    """Generates the groups of a run or an evaluation. Holds the engine, settings and hooks that its samples share.
 
-    An agent with `per_group` is called once with all samples of a group. `on_sample` is called with each generated
-    sample, the number of its round (`rollout_id`, if known) and whether this is an evaluation. `agent_at` loads the
-    agent of a sample with its own `generate_function_path`.
+    An agent with `per_group` is called once with all samples of a group. `hooks.on_sample` is called with each
+    generated sample, the number of its round (`rollout_id`, if known) and whether this is an evaluation.
+    `hooks.agent_at` loads the agent of a sample with its own `generate_function_path`. `on_skipped` is called with
+    prompts that leave no room for a response, or are longer than `settings.max_prompt_len`. Evaluations ignore this
+    limit, because their prompts are the same for every model.
 
     While `interrupting` is set, running samples are interrupted and resumed later. An interrupted sample keeps its
     tokens if its agent can resume (`agent.resumes` is true, or it is a single turn). Other samples start over.
@@ -100,15 +103,15 @@ class GroupGenerator:
     tokenizer: Any
     settings: RolloutSettings
     agent: Agent = single_turn
+    hooks: Hooks = NO_HOOKS
     params: SamplingParams | None = None
     evaluation: bool = False
-    interrupting: bool = False
-    on_sample: SampleHook | None = None
-    agent_at: Callable[[str], Agent] | None = None
-    rollout_id: int | None = None
-    failures: int = 0
+    on_skipped: Callable[[Prompt], object] = lambda prompt: None
+    interrupting: bool = dataclasses.field(default=False, init=False)
+    rollout_id: int | None = dataclasses.field(default=None, init=False)
+    failures: int = dataclasses.field(default=0, init=False)
     """Number of attempts that have failed."""
-    _rendered: tuple[Prompt, list[int]] | None = None
+    _rendered: tuple[Prompt, list[int]] | None = dataclasses.field(default=None, init=False)
     """The last rendered prompt and its tokens."""
 
     def prompt_tokens(self, prompt: Prompt) -> list[int]:
@@ -157,19 +160,15 @@ class GroupGenerator:
             return unknown
         return prompt_excess(len(tokens), self.settings, self.context, evaluation=self.evaluation)
 
-    def drop_long_prompts(
-        self, prompts: Iterable[Prompt], on_skipped: Callable[[Prompt], object] = lambda prompt: None
-    ) -> Iterator[Prompt]:
+    def fitting(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
         """Yield the prompts that fit into the model's context and vocabulary. Raises RecordError if there are none."""
         longest = self.context if self.evaluation else self.context or self.settings.max_prompt_len
         if longest is None and self.vocabulary is None:
             return iter(prompts)
         mixed = bool(self.settings.data_weights)
-        return drop_long(prompts, lambda prompt: prompt, self.excess, on_skipped, mixed=mixed)
-
-    async def group(self, prompt: Prompt) -> list[Sample]:
-        """Generate all responses to one prompt."""
-        return await self.complete(self.new_group(prompt))
+        return drop_long(
+            prompts, lambda prompt: prompt, self.excess, lambda prompt: self.on_skipped(prompt), mixed=mixed
+        )
 
     def new_group(self, prompt: Prompt) -> list[Sample]:
         """Return n_samples_per_prompt samples of one prompt, with prompt tokens only."""
@@ -207,10 +206,10 @@ class GroupGenerator:
     def _agent_of(self, sample: Sample) -> Agent:
         """Return the agent that a sample names, or the agent of the settings."""
         path = sample.generate_function_path
-        if path is None or self.agent_at is None:
+        if path is None or self.hooks.agent_at is None:
             return self.agent
         try:
-            return self.agent_at(path)
+            return self.hooks.agent_at(path)
         except RecordError as error:
             raise RecordError(f"sample {sample.index}: {error}") from None
 
@@ -251,9 +250,10 @@ class GroupGenerator:
             if sample.status is Status.FAILED:
                 self.failures += 1
                 warn_of_failure(sample, self.failures)
-        if self.on_sample is None or (session.aborted and self.interrupting):
+        on_sample = self.hooks.on_sample
+        if on_sample is None or (session.aborted and self.interrupting):
             return outputs
-        return [await self.on_sample(sample, self.rollout_id, self.evaluation) for sample in outputs]
+        return [await on_sample(sample, self.rollout_id, self.evaluation) for sample in outputs]
 
     def _fail_beyond_context(self, sample: Sample) -> None:
         """Mark a sample as failed if its function appended trained tokens beyond the context of the engine."""

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slimectl.protocols import Agent, BufferFilter, GroupFilter, Policy, SampleHook
-from slimectl.stages.whole_rounds import GroupSource, RoundObserver, RoundSampler
 from slimectl.types import Loss, Metrics, Sample, StepReport, TrainingSample
 
 if TYPE_CHECKING:
     from slimectl.algorithms.losses import PolicyLoss
-    from slimectl.stages.generation import GroupGenerator
 
 Group = list[Sample]
 Rows = Sequence[TrainingSample]
 RowFunction = Callable[[Rows, Sequence[Sample], Sequence[float]], None]
 """Called with rows, their samples and rewards. Changes the rows."""
+
+
+class RoundSampler(Protocol):
+    """Samples one round at a time."""
+
+    def groups(self, rollout_id: int, source: Any) -> tuple[list[Group], Metrics]:
+        """Return the ungraded groups of a round (none at the end) and metrics."""
+        ...
+
+    def close(self) -> None:
+        """Cancel the groups in flight."""
+        ...
 
 
 def oldest_first(buffer: list[Group], count: int, rollout_id: int) -> list[Group]:
@@ -27,7 +37,7 @@ def oldest_first(buffer: list[Group], count: int, rollout_id: int) -> list[Group
     return groups
 
 
-def _ignore_round(groups: list[Group], source: GroupSource) -> None:
+def _ignore_round(groups: list[Group], source: Any) -> None:
     """Do nothing with a finished round."""
 
 
@@ -62,8 +72,8 @@ class Hooks:
     on_sample: SampleHook | None = None
     """Called with each sample after its generation. Returns it or a replacement."""
 
-    sample_rounds: Callable[[GroupGenerator], RoundSampler] | None = None
-    """Creates the sampler of whole rounds that replaces the scheduler."""
+    sample_rounds: Callable[[Any], RoundSampler] | None = None
+    """Creates the sampler of whole rounds that replaces the scheduler, from a GroupGenerator."""
 
     keep_group: GroupFilter | None = None
     """Decides whether a finished group is trained on (dynamic sampling)."""
@@ -71,7 +81,7 @@ class Hooks:
     take_from_buffer: BufferFilter = oldest_first
     """Removes the groups with which a round starts from the buffer, and returns them."""
 
-    on_round: RoundObserver = _ignore_round
+    on_round: Callable[[list[Group], Any], None] = _ignore_round
     """Called with all groups of a round, including groups that `keep_group` dropped, and with their source."""
 
     # --- training with a policy gradient -------------------------------------------------------------------------

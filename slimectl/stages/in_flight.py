@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 from slimectl.stages.generation import GroupGenerator
 from slimectl.system.event_loop import run_on
-from slimectl.types import Prompt, Sample
+from slimectl.types import Sample
 
 Group = list[Sample]
 
@@ -30,15 +29,9 @@ class InFlightGroups:
         """Index of the oldest group's prompt."""
         return next(iter(self._tasks.values()))
 
-    def submit(self, prompt: Prompt) -> None:
-        self._start(self.attempts.group(prompt), prompt.index)
-
-    def resume(self, group: Group) -> None:
-        """Resume a group that was interrupted."""
-        self._start(self.attempts.complete(group), group[0].group_index)
-
-    def _start(self, work: Coroutine[Any, Any, Group], index: int) -> None:
-        self._tasks[self._loop.create_task(work)] = index
+    def start(self, group: Group) -> None:
+        """Generate the unfinished samples of a group."""
+        self._tasks[self._loop.create_task(self.attempts.complete(group))] = group[0].group_index
 
     def wait_oldest(self) -> Group:
         """Wait for the oldest group and return it."""

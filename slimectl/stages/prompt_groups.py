@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from slimectl.data.json_values import kind_of, plain_sample, plain_value
@@ -14,7 +14,7 @@ from slimectl.errors import HookError
 from slimectl.plugins.callables import Hook
 from slimectl.plugins.containment import converted
 from slimectl.stages.generation import GroupGenerator
-from slimectl.stages.in_flight import Group, InFlightGroups
+from slimectl.stages.in_flight import Group
 from slimectl.stages.long_prompts import MOST_IN_A_ROW, all_too_long, name_dropped, prompt_excess
 from slimectl.stages.text_responses import prompt_of
 from slimectl.system.stdio import logger
@@ -24,35 +24,42 @@ SOURCE = "rollout.data_source_path"
 
 
 class PromptSource:
-    """Creates groups from prompts. `get_samples`, for user functions, takes buffered groups first."""
+    """Creates groups from the prompts that fit. `get_samples`, for user functions, takes buffered groups first."""
 
     def __init__(
         self,
-        prompts: Iterator[Prompt],
-        attempts: GroupGenerator,
-        state: SamplerState,
+        prompts: Iterable[Prompt],
+        generator: GroupGenerator,
+        state: SamplerState | None = None,
         *,
         count: Callable[[], int] | None = None,
     ) -> None:
         """`count` returns the number of prompts per epoch, and is called on demand."""
-        self._prompts, self._attempts, self._state, self._count = prompts, attempts, state, count
+        self.generator, self.state = generator, state or SamplerState()
+        self._prompts, self._count = generator.fitting(prompts), count
 
-    def begin(self, in_flight: InFlightGroups) -> bool:
-        """Submit one more group and return True, or return False at the end of the prompts."""
-        prompt = self._next()
-        if prompt is not None:
-            in_flight.submit(prompt)
-        return prompt is not None
+    def next_group(self) -> Group | None:
+        """Return the samples of the next prompt, ready to be generated, or None at the end."""
+        prompt = next(self._prompts, None)
+        if prompt is None:
+            return None
+        self.state.position = prompt.index + 1
+        return self.generator.new_group(prompt)
 
     def get_samples(self, n: int) -> list[Group]:
-        groups = self._state.buffer[:n]
-        del self._state.buffer[:n]
-        while len(groups) < n and (prompt := self._next()) is not None:
-            groups.append(self._attempts.new_group(prompt))
+        groups = self.state.buffer[:n]
+        del self.state.buffer[:n]
+        while len(groups) < n and (group := self.next_group()) is not None:
+            groups.append(group)
         return groups
 
     def add_samples(self, groups: list[Group]) -> None:
-        self._state.buffer += groups
+        self.state.buffer += groups
+
+    def read_all(self) -> None:
+        """Read all prompts, so that their number is known."""
+        prompts = list(self._prompts)
+        self._prompts, self._count = iter(prompts), lambda: len(prompts)
 
     def save(self, rollout_id: int) -> None:
         """Do nothing, because a run saves position and buffer itself."""
@@ -67,12 +74,6 @@ class PromptSource:
             )
         return self._count()
 
-    def _next(self) -> Prompt | None:
-        prompt = next(self._prompts, None)
-        if prompt is not None:
-            self._state.position = prompt.index + 1
-        return prompt
-
 
 class UserDataSource:
     """Creates groups from the user's data source: validates them, numbers them and tokenizes their prompts.
@@ -83,19 +84,17 @@ class UserDataSource:
     def __init__(
         self,
         source: Any,
-        attempts: GroupGenerator,
-        state: SamplerState,
+        generator: GroupGenerator,
+        state: SamplerState | None = None,
         *,
         max_groups: int | None = None,
-        on_skipped: Callable[[Prompt], Any] = lambda prompt: None,
     ) -> None:
         """At most `max_groups` groups are drawn. With None, groups are drawn until the source ends."""
-        self._source, self._attempts, self._state = source, attempts, state
+        self._source, self.generator, self.state = source, generator, state or SamplerState()
         self._last = max_groups
-        self._on_skipped = on_skipped
         self._dropped = 0
-        if state.rounds:
-            self.load(state.rounds, state.source)
+        if self.state.rounds:
+            self.load(self.state.rounds, self.state.source)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
@@ -103,15 +102,9 @@ class UserDataSource:
     def __len__(self) -> int:
         return source_length(self._source)
 
-    def begin(self, in_flight: InFlightGroups) -> bool:
-        group = self._next_group()
-        if group is not None:
-            in_flight.resume(group)
-        return group is not None
-
     def get_samples(self, n: int) -> list[Group]:
         groups: list[Group] = []
-        while len(groups) < n and (group := self._next_group()) is not None:
+        while len(groups) < n and (group := self.next_group()) is not None:
             groups.append(group)
         return groups
 
@@ -134,7 +127,7 @@ class UserDataSource:
             drawn = getattr(getattr(self._source, "dataset", None), "drawn", None)
             source_state = None if drawn is None else {"drawn": drawn}
         try:
-            self._state.source = json.loads(json.dumps(plain_value(source_state), allow_nan=False))
+            self.state.source = json.loads(json.dumps(plain_value(source_state), allow_nan=False))
         except (TypeError, ValueError) as error:
             raise HookError(
                 f"{SOURCE}: {self._name}.save did not return JSON ({error}). Return numbers, strings, lists and "
@@ -155,9 +148,9 @@ class UserDataSource:
         takes_state = "state" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._call("load", rollout_id, **({"state": copy.deepcopy(state)} if takes_state else {}))
 
-    def _next_group(self) -> Group | None:
+    def next_group(self) -> Group | None:
         """Return the next group, ready to be sampled, or None at the end."""
-        while self._last is None or self._state.position < self._last:
+        while self._last is None or self.state.position < self._last:
             groups = self._from_buffer() or self._call("get_samples", 1)
             if isinstance(groups, list):
                 groups = [self._copies(part) if isinstance(part, Sample) else part for part in groups]
@@ -170,18 +163,19 @@ class UserDataSource:
                 return None
             group = groups[0] if any(sample.response_length for sample in groups[0]) else self._number_group(groups[0])
             tokens = group[0].prompt_length
-            attempts = self._attempts
-            excess = prompt_excess(tokens, attempts.settings, attempts.context, evaluation=attempts.evaluation)
+            excess = prompt_excess(
+                tokens, self.generator.settings, self.generator.context, evaluation=self.generator.evaluation
+            )
             if not excess:
                 self._dropped = 0
                 return group
-            self._on_skipped(prompt_of(group[0]))
+            self.generator.on_skipped(prompt_of(group[0]))
             self._drop(prompt_of(group[0]), excess)
         return None
 
     def _copies(self, sample: Sample) -> Group:
         """Return a group made of a single sample that represents a prompt."""
-        return [sample] * self._attempts.settings.n_samples_per_prompt
+        return [sample] * self.generator.settings.n_samples_per_prompt
 
     def _from_buffer(self) -> list[Group] | None:
         """Return a group that the source's `buffer_filter` takes from its `buffer`, or None if it lacks either."""
@@ -194,7 +188,7 @@ class UserDataSource:
             offers=("args", "rollout_id", "buffer", "num_samples"),
             function=self._source.buffer_filter,
         )
-        arguments = {"args": getattr(self._source, "args", None), "rollout_id": self._state.rounds + 1}
+        arguments = {"args": getattr(self._source, "args", None), "rollout_id": self.state.rounds + 1}
         groups = function({**arguments, "buffer": buffer, "num_samples": 1})
         if not isinstance(groups, list):
             raise function.returned(groups, "a list of groups of the buffer")
@@ -214,19 +208,19 @@ class UserDataSource:
 
         It is a copy because a source may return the same sample several times, and keeps it.
         """
-        n, index = self._attempts.settings.n_samples_per_prompt, self._state.position
+        n, index = self.generator.settings.n_samples_per_prompt, self.state.position
         if len(source_group) != n:
             raise HookError(
                 f"{SOURCE}: {self._name}.get_samples returned a group of {len(source_group)}, but "
                 f"rollout.n_samples_per_prompt is {n}"
             )
-        self._state.position += 1
+        self.state.position += 1
         group = [plain_sample(restored(copy.deepcopy(sample))) for sample in source_group]
         for i, sample in enumerate(group):
             if not getattr(self._source, "keeps_numbers", False):
                 sample.group_index, sample.index = index, index * n + i
             sample.status = Status.PENDING
-            sample.tokens = list(sample.tokens) or self._attempts.prompt_tokens(prompt_of(sample))
+            sample.tokens = list(sample.tokens) or self.generator.prompt_tokens(prompt_of(sample))
         return group
 
     @property

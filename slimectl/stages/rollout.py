@@ -9,55 +9,32 @@ from slimectl.chats.model_tokens import unknown_token
 from slimectl.data.chat import warn_of_raw_prompt
 from slimectl.data.prompts import BadRow, without_bad
 from slimectl.data.supervised import sft_sample, stop_tokens
-from slimectl.protocols import Agent, Engine
 from slimectl.settings.rollout import RolloutSettings
-from slimectl.stages.generation import GroupGenerator, sampling_params, single_turn
-from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.in_flight import InFlightGroups
 from slimectl.stages.long_prompts import demonstration_excess, drop_long
-from slimectl.stages.prompt_groups import PromptSource, UserDataSource
-from slimectl.types import Prompt, Sample, SamplerState, SamplingParams, Status
-
-__all__ = ["demonstrations", "most_in_flight", "rollout", "sampling_params", "single_turn"]
+from slimectl.stages.whole_rounds import GroupSource, whole_round_samples
+from slimectl.types import Prompt, Sample, Status
 
 ATTEMPTS_IN_FLIGHT = 1024
 """Maximum samples in flight. More than any embedded engine runs at once, so a long first response blocks no other."""
 
 
-def rollout(
-    prompts: Iterable[Prompt],
-    engine: Engine,
-    tokenizer: Any,
-    settings: RolloutSettings,
-    *,
-    agent: Agent | None = None,
-    params: SamplingParams | None = None,
-    evaluation: bool = False,
-    on_skipped: Callable[[Prompt], Any] = lambda prompt: None,
-    rollout_id: int | None = None,
-    source: Any = None,
-    max_groups: int | None = None,
-    hooks: Hooks = NO_HOOKS,
-) -> Iterator[Sample]:
-    """Sample `settings.n_samples_per_prompt` responses to every prompt, by group, in the order of the prompts.
+def rollout(source: GroupSource, *, max_rounds: int | None = None) -> Iterator[Sample]:
+    """Sample `n_samples_per_prompt` responses to every prompt of a source, by group, in the order of the prompts.
 
     Prompts are read lazily as samples are consumed, with at most ATTEMPTS_IN_FLIGHT samples in flight. A failed attempt
-    becomes a sample of status `failed` with its error in the metadata. `params` replaces the sampling parameters of the
-    settings (used by evaluations). Prompts that leave no room for a response are passed to `on_skipped`, as are
-    prompts longer than `settings.max_prompt_len`. Evaluations ignore this limit, because their prompts are the same for
-    every model. `hooks.on_sample` is called with each sample and `rollout_id`, `hooks.agent_at` with the agent that a
-    sample names. A user's data source (`source`) replaces `prompts`, for at most `max_groups` groups.
+    becomes a sample of status `failed` with its error in the metadata. A user's function that samples whole rounds is
+    called for at most `max_rounds` rounds.
     """
-    attempts = GroupGenerator(engine, tokenizer, settings, agent or single_turn, params, evaluation)
-    attempts.on_sample, attempts.agent_at, attempts.rollout_id = hooks.on_sample, hooks.agent_at, rollout_id
-    prompts = attempts.drop_long_prompts(prompts, on_skipped)
-    groups: PromptSource | UserDataSource = PromptSource(iter(prompts), attempts, SamplerState())
-    if source is not None:
-        groups = UserDataSource(source, attempts, SamplerState(), max_groups=max_groups, on_skipped=on_skipped)
-    limit = most_in_flight(settings)
-    in_flight = InFlightGroups(attempts)
+    generator = source.generator
+    if generator.hooks.sample_rounds is not None:
+        yield from whole_round_samples(source, generator.hooks.sample_rounds(generator), max_rounds=max_rounds)
+        return
+    limit = most_in_flight(generator.settings)
+    in_flight = InFlightGroups(generator)
     try:
-        while groups.begin(in_flight):
+        while (group := source.next_group()) is not None:
+            in_flight.start(group)
             if len(in_flight) >= limit:
                 yield from in_flight.wait_oldest()
         while len(in_flight):

@@ -11,19 +11,17 @@ from typing import Any
 
 from slimectl.data.json_values import kind_of
 from slimectl.errors import HookError, SlimectlError
-from slimectl.protocols import NO_PROGRESS, Agent, Engine, Executor, Progress, RewardFn
+from slimectl.protocols import NO_PROGRESS, Executor, Progress, RewardFn
 from slimectl.settings import Settings
 from slimectl.stages.failed_attempts import FailureCount
-from slimectl.stages.generation import UNFINISHED, GroupGenerator, single_turn
-from slimectl.stages.hooks import NO_HOOKS, Hooks
+from slimectl.stages.generation import UNFINISHED
 from slimectl.stages.in_flight import Group, InFlightGroups
-from slimectl.stages.prompt_groups import PromptSource, UserDataSource, source_length
 from slimectl.stages.rollout import most_in_flight
 from slimectl.stages.round_timer import Clock, RoundTimer
 from slimectl.stages.score import report_grading, score
-from slimectl.stages.whole_rounds import whole_rounds
+from slimectl.stages.whole_rounds import GroupSource, whole_rounds
 from slimectl.system.stdio import quantity
-from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
+from slimectl.types import Metrics, Prompt, RolloutBatch, Sample
 
 MAX_DROPPED_ROUNDS = 64
 """Number of dropped groups, in multiples of the round size, after which the filter counts as unsatisfiable."""
@@ -32,26 +30,18 @@ FILTER_HINT = "Loosen rollout.dynamic_sampling_filter_path, or use prompts that 
 
 
 def sampled_rounds(
-    prompts: Iterable[Prompt],
-    engine: Engine,
-    tokenizer: Any,
+    source: GroupSource,
     reward: RewardFn,
     settings: Settings,
     *,
     executor: Executor,
-    agent: Agent | None = None,
-    source: Any = None,
-    count: Callable[[], int] | None = None,
-    state: SamplerState | None = None,
-    hooks: Hooks = NO_HOOKS,
     clock: Clock = time.perf_counter,
     progress: Progress = NO_PROGRESS,
 ) -> Iterator[RolloutBatch]:
     """Yield rounds of scored samples lazily, until the prompts or `settings.run.num_rollout` end.
 
-    A round is `settings.run.rollout_batch_size` groups that pass `hooks.keep_group`. Each dropped group is replaced by
-    another prompt. A user's data source (`source`) replaces `prompts`, and `hooks.sample_rounds` replaces this whole
-    scheduler. `count` returns the number of prompts per epoch to such functions. With
+    A round is `settings.run.rollout_batch_size` groups that pass `hooks.keep_group` of the source's generator. Each
+    dropped group is replaced by another prompt. `hooks.sample_rounds` replaces this whole scheduler. With
     `rollout.over_sampling_batch_size`, that many groups are submitted at the start, and finished surplus groups wait in
     the buffer for the next round (`hooks.take_from_buffer` picks among them). With `rollout.partial_rollout`, groups
     are taken as they finish, and unfinished ones are interrupted and resumed in the next round.
@@ -62,24 +52,14 @@ def sampled_rounds(
     Each round has the sampler state after it, from which the following rounds can be reproduced. This excludes
     responses in flight or interrupted, whose progress depends on servers and other requests.
     """
-    state, max_rounds = state or SamplerState(), settings.run.num_rollout
-    attempts = GroupGenerator(
-        engine,
-        tokenizer,
-        settings.rollout,
-        agent or single_turn,
-        on_sample=hooks.on_sample,
-        agent_at=hooks.agent_at,
-    )
+    state, max_rounds = source.state, settings.run.num_rollout
     timer = RoundTimer(clock, log_memory=settings.track.log_memory, progress=progress)
-    rounds = RoundScheduler(prompts, attempts, reward, settings, executor, hooks, source, count, state, timer)
-    if hooks.sample_rounds is not None:
-        rounds.in_flight.close()
-        sampler, on_round = hooks.sample_rounds(attempts), hooks.on_round
-        yield from whole_rounds(sampler, rounds.source, rounds.graded, settings, state, on_round=on_round, timer=timer)
-        return
+    rounds = RoundScheduler(source, reward, settings, executor, timer)
     try:
-        while max_rounds is None or rounds.state.rounds < max_rounds:
+        if (sample_rounds := source.generator.hooks.sample_rounds) is not None:
+            yield from whole_rounds(source, sample_rounds(source.generator), rounds.graded, settings, timer)
+            return
+        while max_rounds is None or state.rounds < max_rounds:
             started = clock()
             with timer.time("perf/generate_time"):
                 samples = rounds.next()
@@ -87,7 +67,7 @@ def sampled_rounds(
             if not samples:
                 return
             seconds = clock() - started
-            yield RolloutBatch(samples, seconds, rounds.metrics, rounds.state.snapshot(), timings=timer.take())
+            yield RolloutBatch(samples, seconds, rounds.metrics, state.snapshot(), timings=timer.take())
     finally:
         rounds.in_flight.close()
 
@@ -96,43 +76,27 @@ class RoundScheduler:
     """Schedules groups in flight, collected groups and buffered groups."""
 
     def __init__(
-        self,
-        prompts: Iterable[Prompt],
-        attempts: GroupGenerator,
-        reward: RewardFn,
-        settings: Settings,
-        executor: Executor,
-        hooks: Hooks,
-        source: Any,
-        count: Callable[[], int] | None,
-        state: SamplerState,
-        timer: RoundTimer,
+        self, source: GroupSource, reward: RewardFn, settings: Settings, executor: Executor, timer: RoundTimer
     ) -> None:
-        self.state = state
+        self.source, self.state, self._attempts = source, source.state, source.generator
         self.metrics: Metrics = {}
-        self.in_flight = InFlightGroups(attempts)
+        self.in_flight = InFlightGroups(source.generator)
+        source.generator.on_skipped = self._count_too_long
         self._too_long = self._resumed_samples = 0
         self._settings = settings
         self._sampled_groups: list[Group] = []
-        epochs = None if source is None or settings.run.num_rollout else settings.run.num_epoch or 1
-        max_groups = None if epochs is None else epochs * source_length(source)
-        self.source: PromptSource | UserDataSource = (
-            PromptSource(attempts.drop_long_prompts(prompts, self._count_too_long), attempts, state, count=count)
-            if source is None
-            else UserDataSource(source, attempts, state, max_groups=max_groups, on_skipped=self._count_too_long)
-        )
         self._size, self._rounds_ahead = settings.run.rollout_batch_size, max(0, settings.run.async_level - 1)
         self._max_rounds = settings.run.num_rollout
         rollout = settings.rollout
         self._oversampling_size, self._partial = rollout.over_sampling_batch_size or self._size, rollout.partial_rollout
         self._max_in_flight = most_in_flight(rollout)
-        self._hooks = hooks
+        self._hooks = source.generator.hooks
         # Time spent waiting for samples during grading counts as generation time.
         self._score: Callable[[Iterable[Sample]], Iterator[Sample]] = lambda samples: timer.iterate(
             "perf/reward_time",
             score(timer.iterate("perf/generate_time", samples), reward, settings.score, executor=executor),
         )
-        self._attempts, self._progress = attempts, timer.progress
+        self._progress = timer.progress
         self._drops: Counter[str] = Counter()
 
     def next(self) -> list[Sample]:
@@ -180,7 +144,7 @@ class RoundScheduler:
         for group in buffered:
             if not _is_done(group):
                 self._resumed_samples += sum(sample.status in UNFINISHED for sample in group)
-                self.in_flight.resume(copy.deepcopy(group))
+                self.in_flight.start(copy.deepcopy(group))
         required = self._oversampling_size
         while len(collected) < self._size:
             self._progress.part(len(collected), self._size)
@@ -203,8 +167,9 @@ class RoundScheduler:
             if self._max_rounds is not None:
                 target = min(target, (self._max_rounds - self.state.rounds) * self._size - collected)
         while len(self.in_flight) < target:
-            if not self.source.begin(self.in_flight):
+            if (group := self.source.next_group()) is None:
                 return
+            self.in_flight.start(group)
 
     def _stash_leftovers(self) -> None:
         """Move surplus groups of the round into the buffer. With partial rollout, interrupt the unfinished ones."""

@@ -32,9 +32,9 @@ INLINE uint64_t differing(Short8 left, Short8 right, const uint16_t *old) {
     return (unsigned)_mm_movemask_epi8(_mm_packs_epi16((__m128i)left, (__m128i)right));
 }
 
-/* Rounds numbers. Returns how many differ from the old ones, with their places and the bits before and after. */
+/* Rounds numbers. Returns how many differ from the old ones, with their places and the xor of the bits. */
 long round_and_compare(const float *from, const uint16_t *old, uint16_t *to, long count, int64_t first,
-                       int64_t *places, uint16_t *before, uint16_t *after) {
+                       int64_t *places, uint16_t *xors) {
     long found = 0;
     for (long start = 0; start < count; start += BLOCK) {
         uint64_t masks[BLOCK / 64] = {0}; /* one bit per differing number, because branches would stall reads */
@@ -55,26 +55,25 @@ long round_and_compare(const float *from, const uint16_t *old, uint16_t *to, lon
             for (uint64_t mask = masks[word]; mask; mask &= mask - 1, found++) {
                 long at = start + word * 64 + __builtin_ctzll(mask);
                 places[found] = first + at;
-                before[found] = old[at];
-                after[found] = to[at];
+                xors[found] = old[at] ^ to[at];
             }
     }
     return found;
 }
 
-/* Changes numbers to `bits`, or by xor with them, and returns their indices. `gaps` counts the unchanged numbers before each.
+/* Changes numbers by xor with `bits`, and returns their indices. `gaps` counts the unchanged numbers before each.
    Prefetches all cache lines ahead, because a checksum of all numbers follows. */
 #define CHANGE(NUMBER, GAP)                                                                   \
     for (long c = 0, at = -1; c < count; c++) {                                               \
         at += (long)((const GAP *)gaps)[c] + 1;                                               \
-        NUMBER *number = (NUMBER *)numbers + at, old = xors ? *number : 0;                    \
+        NUMBER *number = (NUMBER *)numbers + at;                                              \
         for (; fetched < (char *)number + FETCHED; fetched += 64) __builtin_prefetch(fetched); \
-        *number = old ^ ((const NUMBER *)bits)[c];                                            \
+        *number ^= ((const NUMBER *)bits)[c];                                                 \
         indices[c] = at;                                                                      \
     }
 
-void change_numbers(void *numbers, long width, const void *gaps, long gap_width, const void *bits, long xors,
-                    long count, int64_t *indices) {
+void change_numbers(void *numbers, long width, const void *gaps, long gap_width, const void *bits, long count,
+                    int64_t *indices) {
     const char *fetched = numbers;
     switch (width * 8 + gap_width) {
     case 17: CHANGE(uint16_t, uint8_t) break;

@@ -16,8 +16,8 @@ from slimectl.system.compiler import LONG, POINTER, load_library
 
 SOURCE = Path(__file__).with_name("deltas.c")
 _SIGNATURES = {
-    "round_and_compare": [*[POINTER] * 3, *[LONG] * 2, *[POINTER] * 3],
-    "change_numbers": [POINTER, LONG, POINTER, LONG, POINTER, LONG, LONG, POINTER],
+    "round_and_compare": [*[POINTER] * 3, *[LONG] * 2, *[POINTER] * 2],
+    "change_numbers": [POINTER, LONG, POINTER, LONG, POINTER, LONG, POINTER],
 }
 WIDTHS, GAP_WIDTHS = (2, 4), (1, 2, 4)
 """Element sizes in bytes that change_numbers supports in C."""
@@ -33,25 +33,25 @@ class RoundingComparer:
         self._library = _library()
         self.exists = self._library is not None
         if self.exists:
-            self._arrays = [np.empty(most, dtype) for dtype in ("<u2", "<i8", "<u2", "<u2")]
+            self._arrays = [np.empty(most, dtype) for dtype in ("<u2", "<i8", "<u2")]
             self._pointers = [array.ctypes.data for array in self._arrays]
 
-    def compare(self, numbers_N: Tensor, old_N: Any, *, first: int) -> tuple[Any, Any, Any, Any]:
-        """Return the new bits [N], the indices [C] of changed numbers, and their bits [C] before and after.
+    def compare(self, numbers_N: Tensor, old_N: Any, *, first: int) -> tuple[Any, Any, Any]:
+        """Return the new bits [N], the indices [C] of changed numbers, and the xor [C] of their old and new bits.
 
         `numbers_N` must be contiguous and on the CPU. `first` is the index of its first number. The next call
         overwrites all returned arrays.
         """
         count = numbers_N.numel()
-        new, indices, before, after = self._arrays
+        new, indices, xors = self._arrays
         assert len(old_N) == count <= len(new)
         pointers, old = self._pointers, old_N.ctypes.data
         changed = self._library.round_and_compare(numbers_N.data_ptr(), old, pointers[0], count, first, *pointers[1:])
-        return new[:count], indices[:changed], before[:changed], after[:changed]
+        return new[:count], indices[:changed], xors[:changed]
 
 
-def change_numbers(numbers_N: Any, gaps_C: Any, bits_C: Any, *, is_xor: bool) -> Any:
-    """Change numbers in place to `bits_C`, or by xor with them. Return their indices [C].
+def change_numbers(numbers_N: Any, gaps_C: Any, bits_C: Any) -> Any:
+    """Change numbers in place by xor with `bits_C`. Return their indices [C].
 
     `gaps_C` counts the unchanged numbers before each one, and must not lead past the end. All arrays are contiguous and
     of unsigned integers. `numbers_N` and `bits_C` have the same element size.
@@ -60,11 +60,11 @@ def change_numbers(numbers_N: Any, gaps_C: Any, bits_C: Any, *, is_xor: bool) ->
     width, gap_width = numbers_N.itemsize, gaps_C.itemsize
     if library is None or width not in WIDTHS or gap_width not in GAP_WIDTHS:
         indices_C = indices(gaps_C)
-        numbers_N[indices_C] = numbers_N[indices_C] ^ bits_C if is_xor else bits_C
+        numbers_N[indices_C] ^= bits_C
         return indices_C
     indices_C = np.empty(len(gaps_C), np.int64)
     numbers, gaps, bits, places = (array.ctypes.data for array in (numbers_N, gaps_C, bits_C, indices_C))
-    library.change_numbers(numbers, width, gaps, gap_width, bits, is_xor, len(gaps_C), places)
+    library.change_numbers(numbers, width, gaps, gap_width, bits, len(gaps_C), places)
     return indices_C
 
 

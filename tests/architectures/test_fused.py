@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimectl.architectures.fused_experts import views
+from slimectl.architectures.mapping import views
 from slimectl.errors import CheckpointError
 
 

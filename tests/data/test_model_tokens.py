@@ -22,7 +22,9 @@ from slimectl.policies.checkpoint import copy_companions
 from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.settings.rollout import RolloutSettings
+from slimectl.stages.generation import GroupGenerator
 from slimectl.stages.preferences import preferred
+from slimectl.stages.prompt_groups import PromptSource
 from slimectl.stages.rollout import demonstrations, rollout
 from slimectl.system.model_files import end_token_ids
 from slimectl.types import Prompt
@@ -143,7 +145,8 @@ def test_a_prompt_with_an_unknown_token_is_left_out_of_a_rollout(short: Path):
     engine = builders.engine(Settings(), short, tokenizer)
     rows = [Prompt(text, index=i, source_location=f"p:{i}") for i, text in enumerate(["a <|new|>", "a"])]
     options = RolloutSettings(n_samples_per_prompt=1, max_response_len=2)
-    assert [sample.prompt for sample in rollout(rows, engine, tokenizer, options, on_skipped=skipped.append)] == ["a"]
+    source = PromptSource(rows, GroupGenerator(engine, tokenizer, options, on_skipped=skipped.append))
+    assert [sample.prompt for sample in rollout(source)] == ["a"]
     assert [prompt.text for prompt in skipped] == ["a <|new|>"]
 
 

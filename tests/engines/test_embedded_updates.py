@@ -60,7 +60,7 @@ def delta_between(folder: Path, old: Tensors, new: Tensors) -> DeltaFile:
     folder.mkdir()
     HFCheckpoint().write(folder, old.items())
     (folder / "weight_version.txt").write_text("0")
-    target, versions = folder / "change.delta", Versions("0", "1", "xor", "xxh3-128")
+    target, versions = folder / "change.delta", Versions("0", "1")
     write_delta(iter(new.items()), target=target, base=folder, versions=versions, dtype=None)
     return DeltaFile(target)
 

@@ -87,7 +87,7 @@ def agent_samples(engine: EmbeddedEngine, tokenizer: Any) -> list[Sample]:
 
     settings = RolloutSettings(n_samples_per_prompt=1, max_response_len=40)
     attempts = GroupGenerator(engine, tokenizer, settings, agent)
-    return asyncio.run(attempts.group(Prompt("say a word: ")))
+    return asyncio.run(attempts.complete(attempts.new_group(Prompt("say a word: "))))
 
 
 @pytest.mark.parametrize("samples_of", [session_samples, agent_samples])
@@ -118,7 +118,7 @@ def test_a_free_answer_is_not_masked_for_a_forced_one_that_begins_alike(
 
     settings = RolloutSettings(n_samples_per_prompt=1, max_response_len=40)
     attempts = GroupGenerator(make_engine(), AutoTokenizer.from_pretrained(model_dir("llama")), settings, agent)
-    [sample] = asyncio.run(attempts.group(Prompt("say a word: ")))
+    [sample] = asyncio.run(attempts.complete(attempts.new_group(Prompt("say a word: "))))
     assert (sample.response, sample.loss_mask) == ('""', [1, 1])
 
 

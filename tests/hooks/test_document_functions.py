@@ -32,6 +32,7 @@ from slimectl.settings import Settings
 from slimectl.settings.layers import from_assignments, from_file
 from slimectl.settings.loading import resolve
 from slimectl.stages.generation import GroupGenerator
+from slimectl.stages.hooks import Hooks
 from slimectl.stages.prompt_groups import UserDataSource
 from slimectl.stages.text_responses import fill_tokens
 from slimectl.types import Prompt, Sample, SamplerState, StepReport, TokenBatch, TrainingSample
@@ -206,7 +207,7 @@ def attempts(*assignments: str, context: int | None = None) -> GroupGenerator:
     chosen = settings(*assignments, "custom.max_turns=5", "rollout.allow_paths_in_records=true")
     hooks = UserHooks(chosen)
     return GroupGenerator(
-        SimpleNamespace(max_context=context), ByteTokenizer(), chosen.rollout, agent_at=hooks.agent_at, params=None
+        SimpleNamespace(max_context=context), ByteTokenizer(), chosen.rollout, hooks=Hooks(agent_at=hooks.agent_at)
     )
 
 

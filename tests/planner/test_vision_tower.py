@@ -15,11 +15,12 @@ from vision_models import CONFIGS, IMAGE, image_file, image_prompt
 
 from slimectl.architectures import cards
 from slimectl.architectures.config import with_defaults
+from slimectl.architectures.registry import FAMILIES
 from slimectl.checkpoints.create import create_model
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.data.images import processor_of
 from slimectl.planner import flops, memory, parameters, plan
-from slimectl.planner.vision import DEFAULTS, VisionTower
+from slimectl.planner.vision import VisionTower
 from slimectl.planner.workload import Run
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.options import TrainerOptions
@@ -59,7 +60,9 @@ def hf_tower(family: str, vision: dict[str, Any], attention: str = "sdpa") -> An
 @pytest.mark.parametrize("family", CONFIGS)
 def test_defaults_are_those_of_transformers(family: str):
     config = json.loads(json.dumps(AutoConfig.for_model(family).vision_config.to_dict()))
-    assert {name: config[name] for name in DEFAULTS[family]} == DEFAULTS[family]
+    tower = FAMILIES[family].tower
+    assert tower is not None
+    assert {name: config[name] for name in tower.defaults} == tower.defaults
 
 
 @pytest.mark.parametrize("family", CONFIGS)

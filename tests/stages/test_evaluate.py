@@ -12,7 +12,7 @@ from slimectl.errors import RecordError, SettingsError
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
 from slimectl.settings.run import TrackSettings
-from slimectl.stages.evaluate import answer_extractor, resolve_dataset_settings, summarize, table_of
+from slimectl.stages.evaluate import AnswerExtractor, resolve_dataset_settings, summarize, table_of
 from slimectl.stages.score import Grader
 from slimectl.types import Sample, Status
 
@@ -58,7 +58,7 @@ def test_the_most_frequent_answer_stands_for_a_prompt():
         for g in range(2)
         for i in range(3)
     ]
-    found = summarize("m", samples, answer=answer_extractor(grader))
+    found = summarize("m", samples, answer=AnswerExtractor(grader))
     assert found["eval/m-maj@3"] == 0.5
     assert found["eval/m-avg@3"] == pytest.approx((2 / 3 + 1 / 3) / 2)
     assert found["eval/m-pass@2"] == pytest.approx((1 + 2 / 3) / 2)  # 1 - C(1,2)/C(3,2), 1 - C(2,2)/C(3,2)
@@ -86,24 +86,24 @@ def test_answers_that_the_verifier_holds_equal_vote_together(
         for i, text in enumerate(answers)
     ]
     expected = 0.0 if rm_type == "exact" else 1.0
-    assert summarize("m", samples, answer=answer_extractor(grader))["eval/m-maj@5"] == expected
+    assert summarize("m", samples, answer=AnswerExtractor(grader))["eval/m-maj@5"] == expected
 
 
 def test_the_answer_may_come_with_the_reward_and_without_any_there_is_no_vote():
     samples = [sample(i, {"score": 1.0, "pred": "7"}) for i in range(2)]
-    assert summarize("m", samples, answer=answer_extractor(lambda sample: 1.0))["eval/m-maj@2"] == 1.0
+    assert summarize("m", samples, answer=AnswerExtractor(lambda sample: 1.0))["eval/m-maj@2"] == 1.0
     plain = [sample(i, 1.0) for i in range(2)]
-    assert not [name for name in summarize("m", plain, answer=answer_extractor(lambda s: 1.0)) if "maj@" in name]
+    assert not [name for name in summarize("m", plain, answer=AnswerExtractor(lambda s: 1.0)) if "maj@" in name]
 
 
 def test_a_reward_without_an_answer_is_no_vote():
     """Three answers of six were not found: of the three votes two are for 7, which is right."""
     said = [None, None, None, "7", "7", "3"]
     samples = [sample(i, {"score": float(text == "7"), "pred": text}) for i, text in enumerate(said)]
-    assert summarize("m", samples, answer=answer_extractor(lambda sample: 1.0))["eval/m-maj@6"] == 1.0
+    assert summarize("m", samples, answer=AnswerExtractor(lambda sample: 1.0))["eval/m-maj@6"] == 1.0
     silent = [sample(i, {"score": 1.0, "pred": None}) for i in range(2)]
     found = summarize("m", [*silent, *(sample(i, {"score": 1.0, "pred": "7"}, group=1) for i in range(2))],
-                      answer=answer_extractor(lambda sample: 1.0))  # fmt: skip
+                      answer=AnswerExtractor(lambda sample: 1.0))  # fmt: skip
     assert found["eval/m-maj@2"] == 0.5  # 0 without a vote, and 1
 
 

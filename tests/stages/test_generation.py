@@ -9,6 +9,8 @@ import pytest
 from test_run_stage import Bytes, Echo, settings
 
 from slimectl.rewards import verifier
+from slimectl.stages.generation import GroupGenerator, single_turn
+from slimectl.stages.prompt_groups import PromptSource
 from slimectl.stages.rollout import rollout
 from slimectl.types import Completion, Prompt, Sample, SamplingParams
 
@@ -45,8 +47,8 @@ async def chosen_seed(offered: dict[str, Any]) -> Sample:
 def seeds_of(agent: Any = None) -> list[int | None]:
     engine = Recording()
     prompts = [Prompt("a", label="a", index=i) for i in range(2)]
-    agents = {} if agent is None else {"agent": agent}
-    assert len(list(rollout(iter(prompts), engine, Bytes(), settings().rollout, **agents))) == 2
+    generator = GroupGenerator(engine, Bytes(), settings().rollout, agent or single_turn)
+    assert len(list(rollout(PromptSource(prompts, generator)))) == 2
     return engine.seeds
 
 
@@ -88,7 +90,9 @@ def test_a_thought_whose_end_no_response_shows_is_not_noted():
     for prompt in ([{"role": "user", "content": "Capital?"}], "Capital?<think>"):
         for hidden, reward in ((True, 1.0), (False, 0.0)):
             chosen = settings().rollout.model_copy(update={"skip_special_tokens": hidden})
-            (sample,) = rollout(iter([Prompt(prompt, label="Paris")]), Opened(), Special(), chosen)
+            (sample,) = rollout(
+                PromptSource([Prompt(prompt, label="Paris")], GroupGenerator(Opened(), Special(), chosen))
+            )
             assert verifier("exact")(sample) == reward
 
 
@@ -96,7 +100,7 @@ def test_a_thought_whose_end_no_response_shows_is_not_noted():
 def test_a_rollout_notes_the_thought_that_the_chat_template_opens(thinking: bool, reward: float):
     chosen = settings().rollout.model_copy(update={"apply_chat_template_kwargs": {"enable_thinking": thinking}})
     prompts = iter([Prompt([{"role": "user", "content": "Capital?"}], label="Paris")])
-    (sample,) = rollout(prompts, Opened(), Opening(), chosen)
+    (sample,) = rollout(PromptSource(prompts, GroupGenerator(Opened(), Opening(), chosen)))
     assert sample.metadata.get("opened_thought", "") == ("<think>" if thinking else "")
     assert verifier("exact")(sample) == reward
     assert verifier("exact")(dataclasses.replace(sample, response="Lyon?</think>Paris")) == 1.0

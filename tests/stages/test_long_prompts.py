@@ -15,8 +15,10 @@ from slimectl.errors import RecordError
 from slimectl.executors.local import LocalExecutor
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages import long_prompts
-from slimectl.stages.evaluate import evaluate, with_summary
+from slimectl.stages.evaluate import HeldOutDataset
+from slimectl.stages.generation import GroupGenerator, single_turn
 from slimectl.stages.preferences import preferred
+from slimectl.stages.prompt_groups import PromptSource
 from slimectl.stages.rollout import demonstrations, rollout
 from slimectl.types import Metrics, Prompt, Sample, Status
 
@@ -41,9 +43,10 @@ def prompts(*counts: int, epochs: int = 1) -> Iterator[Prompt]:
         yield Prompt("a" * (count - 1) + "\x01", label="", index=i, source_location=f"p.jsonl:{line + 1}")
 
 
-def sampled(*counts: int, evaluation: bool = False, agent: Any = None, **given: Any) -> list[Sample]:
+def sampled(*counts: int, evaluation: bool = False, agent: Any = single_turn, **given: Any) -> list[Sample]:
     chosen = RolloutSettings(n_samples_per_prompt=1, **given)
-    return list(rollout(prompts(*counts), Narrow(), Bytes(), chosen, evaluation=evaluation, agent=agent))
+    generator = GroupGenerator(Narrow(), Bytes(), chosen, agent, evaluation=evaluation)
+    return list(rollout(PromptSource(prompts(*counts), generator)))
 
 
 def test_the_longest_prompt_that_is_asked_leaves_room_for_one_token(caplog: pytest.LogCaptureFixture):
@@ -133,13 +136,12 @@ def test_a_conversation_ends_truncated_where_its_context_is_full():
 
 
 def test_an_evaluation_leaves_them_out_and_says_so():
-    given, dropped, metrics = settings(), list[Prompt](), Metrics()
-    samples = evaluate(
-        prompts(2, 12, 9), Narrow(), Bytes(), lambda sample: 1.0, given.model_copy(
-            update={"rollout": given.rollout.model_copy(update={"max_prompt_len": 3})}
-        ), executor=LocalExecutor(), on_skipped=dropped.append,
-    )  # fmt: skip
-    assert len(list(with_summary("a", samples, metrics, given, too_long=dropped))) == 2  # max_prompt_len is not for it
+    given, metrics = settings(), Metrics()
+    chosen = given.rollout.model_copy(update={"max_prompt_len": 3})
+    dataset = HeldOutDataset("a", given.model_copy(update={"rollout": chosen}), lambda sample: 1.0)
+    generator = GroupGenerator(Narrow(), Bytes(), chosen)
+    samples = dataset.evaluate(prompts(2, 12, 9), generator, metrics, executor=LocalExecutor())
+    assert len(list(samples)) == 2  # max_prompt_len is not for it
     assert metrics["eval/a/prompts_too_long"] == 1.0
     assert metrics["eval/a_samples"] == 2.0
 

@@ -105,7 +105,7 @@ def generated(engine: Any, tokenizer: Any, agent: Any = None, **rollout: Any) ->
     )
     agents = {} if agent is None else {"agent": agent}
     generator = GroupGenerator(engine, tokenizer, settings.rollout, **agents)
-    return asyncio.run(generator.group(Prompt("say nine", label="9", index=0)))
+    return asyncio.run(generator.complete(generator.new_group(Prompt("say nine", label="9", index=0))))
 
 
 def experts_of(engine: EmbeddedEngine, tokens: list[int]) -> np.ndarray:

@@ -13,7 +13,9 @@ from test_run_stage import Bytes, Echo, settings
 from slimectl.data.records import sampler_state_from_json, sampler_state_to_json
 from slimectl.errors import HookError, RecordError, SlimectlError
 from slimectl.executors.local import LocalExecutor
+from slimectl.stages.generation import GroupGenerator, single_turn
 from slimectl.stages.hooks import Hooks
+from slimectl.stages.prompt_groups import PromptSource
 from slimectl.stages.rounds import sampled_rounds
 from slimectl.types import Completion, Prompt, RolloutBatch, Sample, SamplerState, SamplingParams, Status
 
@@ -57,10 +59,10 @@ def rounds(prompts: Any, engine: Echo, *, rollout: dict[str, Any] | None = None,
     chosen = given.rollout.model_copy(update=rollout or {})
     reward = more.pop("reward", lambda sample: 1.0)
     hooks = Hooks(**{key: more.pop(key) for key in ("keep_group", "take_from_buffer") if key in more})
-    return sampled_rounds(
-        prompts, engine, Bytes(), reward, given.model_copy(update={"rollout": chosen}), executor=LocalExecutor(),
-        state=state, hooks=hooks, **more,
-    )  # fmt: skip
+    generator = GroupGenerator(engine, Bytes(), chosen, more.pop("agent", single_turn), hooks)
+    source = PromptSource(prompts, generator, state)
+    given = given.model_copy(update={"rollout": chosen})
+    return sampled_rounds(source, reward, given, executor=LocalExecutor(), **more)
 
 
 def numbers(made: RolloutBatch) -> list[int]:

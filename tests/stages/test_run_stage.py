@@ -12,6 +12,8 @@ from slimectl.algorithms.metrics import rollout_metrics
 from slimectl.executors.local import LocalExecutor
 from slimectl.settings.layers import Layer
 from slimectl.settings.loading import resolve
+from slimectl.stages.generation import GroupGenerator
+from slimectl.stages.prompt_groups import PromptSource
 from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.rounds import sampled_rounds
 from slimectl.stages.run import run
@@ -85,9 +87,8 @@ def prompts(turns: str) -> Iterator[Prompt]:
 
 def made(engine: Echo, turns: str, **run_keys: Any) -> Iterator[Any]:
     given = settings(**run_keys)
-    return sampled_rounds(
-        prompts(turns), engine, Bytes(), lambda sample: 1.0, given, executor=LocalExecutor()
-    )  # fmt: skip
+    source = PromptSource(prompts(turns), GroupGenerator(engine, Bytes(), given.rollout))
+    return sampled_rounds(source, lambda sample: 1.0, given, executor=LocalExecutor())
 
 
 def test_a_round_ends_before_the_next_begins_unless_told_to_work_ahead():
@@ -241,10 +242,9 @@ def test_the_clocks_of_a_round_count_neither_what_its_reader_does_nor_any_second
         "rollout": {"n_samples_per_prompt": 1},
     }
     given = resolve([Layer("test", values)]).settings
+    source = PromptSource(prompts("ssssss"), GroupGenerator(engine, Bytes(), given.rollout))
     reports = run(
-        lambda: sampled_rounds(
-            prompts("ssssss"), engine, Bytes(), reward, given, executor=LocalExecutor(), clock=clock
-        ),
+        lambda: sampled_rounds(source, reward, given, executor=LocalExecutor(), clock=clock),
         policy, Pushing(policy, engine), given, executor=LocalExecutor(), timer=RoundTimer(clock),
     )  # fmt: skip
     last = {}

@@ -17,8 +17,10 @@ from slimectl.executors.local import LocalExecutor
 from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.settings.score import ScoreSettings
-from slimectl.stages.evaluate import with_summary
+from slimectl.stages.evaluate import HeldOutDataset
+from slimectl.stages.generation import GroupGenerator
 from slimectl.stages.grader import Grader
+from slimectl.stages.prompt_groups import PromptSource
 from slimectl.stages.rounds import sampled_rounds
 from slimectl.stages.score import score
 from slimectl.types import Metrics, Sample, Status
@@ -143,7 +145,8 @@ def test_a_round_of_timeouts_is_counted_and_more_than_a_share_of_them_ends_the_r
 ):
     chosen = settings(num_rollout=2, max_reward_timeouts=share)
     chosen = chosen.model_copy(update={"score": ScoreSettings(workers=1, timeout_s=0.2)})
-    stream = sampled_rounds(lengths(1, 1, 1, 1), Slow(), Bytes(), spins_on_zero, chosen, executor=executor)
+    source = PromptSource(lengths(1, 1, 1, 1), GroupGenerator(Slow(), Bytes(), chosen.rollout))
+    stream = sampled_rounds(source, spins_on_zero, chosen, executor=executor)
     line = r"round 1: grading 1 of 2 samples exceeded score\.timeout_s = 0\.2 s of CPU time, or 2\.4 s of wall time"
     if not rounds:
         with pytest.raises(SlimectlError, match=rf"^{line}, twice, more than run\.max_reward_timeouts = 0\.49 of them"):
@@ -160,7 +163,7 @@ def test_an_evaluation_counts_its_timeouts(caplog: pytest.LogCaptureFixture):
     late.reward = 0.0
     metrics: Metrics = {}
     with caplog.at_level(logging.WARNING, logger="slimectl"):
-        list(with_summary("held_out", [late], metrics, Settings()))
+        list(HeldOutDataset("held_out", Settings(), lambda sample: 0.0).summarized([late], metrics))
     assert caplog.messages == [
         "eval.data.held_out: grading 1 of 1 samples exceeded score.timeout_s = 5 s of CPU time, or 60 s of wall time, "
         "twice: their reward is 0"

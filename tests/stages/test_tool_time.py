@@ -13,6 +13,7 @@ import pytest
 from test_run_stage import Bytes, Echo, settings
 
 from slimectl.stages.generation import GroupGenerator
+from slimectl.stages.prompt_groups import PromptSource
 from slimectl.stages.rollout import rollout
 from slimectl.stages.tool_timeout import BlockedLoopWatchdog, ToolTimeout
 from slimectl.types import Completion, Prompt, Sample, SamplingParams, Status
@@ -43,7 +44,7 @@ def test_a_tool_that_hangs_fails_its_attempt_and_the_others_go_on():
 
     given = settings().rollout.model_copy(update={"tool_timeout_s": 0.2})
     prompts = (Prompt("a", label="a", index=i) for i in range(3))
-    samples = list(rollout(prompts, Thinking(), Bytes(), given, agent=agent))
+    samples = list(rollout(PromptSource(prompts, GroupGenerator(Thinking(), Bytes(), given, agent))))
     assert [sample.status for sample in samples] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
     assert (
         samples[1].metadata["error"].startswith("TimeoutError: its tools took more than rollout.tool_timeout_s: 0.2 s")
@@ -55,7 +56,7 @@ def test_a_tool_that_hangs_fails_its_attempt_and_the_others_go_on():
 
 def test_no_time_passes_while_nobody_waits_for_samples():
     loop = asyncio.new_event_loop()
-    task = loop.create_task(ToolTimeout(GroupGenerator.group, 0.4).result(asyncio.sleep(0.2, "done")))
+    task = loop.create_task(ToolTimeout(GroupGenerator.complete, 0.4).result(asyncio.sleep(0.2, "done")))
     loop.run_until_complete(asyncio.sleep(0.01))
     time.sleep(0.5)  # a training step, say
     assert loop.run_until_complete(task) == "done"
@@ -98,7 +99,7 @@ def test_an_agent_that_blocks_the_loop_fails_alone_and_its_line_is_named(caplog:
     limits = settings().rollout.model_copy(update={"tool_timeout_s": 2.0})
     prompts = (Prompt("a", label="a", index=i) for i in range(3))
     with caplog.at_level("WARNING", "slimectl"):
-        samples = list(rollout(prompts, Echo(), Bytes(), limits, agent=agent))
+        samples = list(rollout(PromptSource(prompts, GroupGenerator(Echo(), Bytes(), limits, agent))))
     assert [sample.status for sample in samples] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
     assert "it blocked all other attempts for more than rollout.tool_timeout_s: 2 s" in samples[1].metadata["error"]
     assert samples[1].response_length == samples[0].response_length

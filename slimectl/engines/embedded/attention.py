@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slimectl.architectures.family import Tower
 from slimectl.engines.embedded.kv_cache import Cache
 from slimectl.engines.embedded.native import Kernels, SpanTable
 from slimectl.engines.embedded.prefix_tree import CachedSpan
@@ -23,21 +24,15 @@ BY_LENGTH = ("dynamic", "longrope")
 """Scalings whose frequencies depend on the sequence length."""
 
 
-INTERLEAVED = ("qwen3_vl_text",)
-"""Model types that interleave the frequencies of time, height and width. Others use one section for each."""
-SECTIONS = (24, 20, 20)
-"""Default sections of those model types, for a config.json without them."""
-
-
-def axes(sections: Sequence[int], *, interleaved: bool) -> Tensor:
+def axes(sections: Sequence[int], *, alternate: bool) -> Tensor:
     """Return the axis [D] whose position rotates each dimension of a head: 0 time, 1 height, 2 width.
 
-    >>> axes([2, 1, 1], interleaved=False).tolist()
+    >>> axes([2, 1, 1], alternate=False).tolist()
     [0, 0, 1, 2, 0, 0, 1, 2]
-    >>> axes([2, 1, 1], interleaved=True).tolist()
+    >>> axes([2, 1, 1], alternate=True).tolist()
     [0, 1, 2, 0, 0, 1, 2, 0]
     """
-    if not interleaved:
+    if not alternate:
         return torch.repeat_interleave(torch.arange(3), torch.tensor(sections)).repeat(2)
     axis_D2 = torch.zeros(sum(sections), dtype=torch.int64)
     for axis in (1, 2):
@@ -52,7 +47,9 @@ class Rope:
     and a prompt for its own length. transformers does the same for a single sequence.
     """
 
-    def __init__(self, config: Any, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: Any, tower: Tower | None, *, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._config = config
         self._head_dim = head_dim
         self._dtype = dtype
@@ -63,14 +60,13 @@ class Rope:
         self._cos_P1D = torch.empty(0)
         self._sin_P1D = torch.empty(0)
         self._frequencies(1)
-        interleaved = config.model_type in INTERLEAVED
-        sections = config.rope_parameters.get("mrope_section", SECTIONS if interleaved else None)
+        sections = config.rope_parameters.get("mrope_section") or (() if tower is None else tower.rope_sections)
         if sections and (self._kind != "default" or 2 * sum(sections) != head_dim):
             raise CheckpointError(
-                f"config.json: mrope_section {sections} with rope_type {self._kind!r} and heads of {head_dim}:"
+                f"config.json: mrope_section {list(sections)} with rope_type {self._kind!r} and heads of {head_dim}:"
                 " the embedded engine needs rope_type default and sections that sum to half the head dimension"
             )
-        self._axis_D = None if sections is None else axes(sections, interleaved=interleaved)
+        self._axis_D = axes(sections, alternate=tower is not None and tower.alternates_sections) if sections else None
 
     @property
     def reusable_tokens(self) -> float:

@@ -9,8 +9,18 @@ from re import _constants as codes  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
-from slimectl.engines.embedded.grammar import EMPTY, PLAIN_ASCII, Bytes, Choice, Node, Repeat, literal
-from slimectl.engines.embedded.json_terminals import CHARACTER, MULTIBYTE, series
+from slimectl.engines.embedded.grammar import (
+    CHARACTER,
+    EMPTY,
+    MULTIBYTE,
+    PLAIN_ASCII,
+    Bytes,
+    Choice,
+    Node,
+    Repeat,
+    literal,
+    series,
+)  # fmt: skip
 from slimectl.errors import SettingsError
 
 MOST_REPEATS = 64

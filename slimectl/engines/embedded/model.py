@@ -1,4 +1,4 @@
-"""The forward pass of the llama, qwen2, qwen3, qwen3_moe, qwen2_5_vl and qwen3_vl families.
+"""The forward pass of Llama, and of families that are a switch of its layers away from it.
 
 N rows (one per token) · C rows of a chunk · E hidden size · H heads · D head dimension · V vocabulary · B sequences · L
 layers · T tokens · k experts per token.
@@ -15,7 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slimectl.architectures.config_defaults import STAND_INS
+from slimectl.architectures.family import Family
 from slimectl.architectures.image_tokens import ImageTokens
+from slimectl.architectures.registry import FAMILIES, known_family
 from slimectl.engines.embedded.attention import Decode, Prefill, Rope
 from slimectl.engines.embedded.kv_cache import Cache
 from slimectl.engines.embedded.mlp import Experts, Mlp
@@ -26,7 +29,6 @@ from slimectl.engines.embedded.weights import Weights
 from slimectl.errors import CheckpointError
 from slimectl.types import TopTokens
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl", "qwen3_vl")
 ROWS = 16
 """Above this, packed decoding steps pad rows to a multiple: oneDNN builds kernels for each number of rows."""
 CHUNK_LOGITS = 2**23
@@ -120,7 +122,7 @@ class EngineModel:
 
     def __init__(self, config: Any, *, dtype: torch.dtype, device: torch.device, compile_kernels: bool = True) -> None:
         whole, config = config, config.get_text_config()
-        _check(whole.model_type, config)
+        family = _checked_family(whole.model_type, config)
         self.heads = int(config.num_attention_heads)
         self.kv_heads = int(config.num_key_value_heads)
         self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // self.heads)
@@ -130,11 +132,11 @@ class EngineModel:
         self._eps = float(config.rms_norm_eps)
         can_compile = compile_kernels and device.type == "cpu" and self.head_dim % 16 == config.hidden_size % 8 == 0
         self._kernels = load_kernels(dtype) if can_compile else None
-        self.weights = Weights(whole, head_dim=self.head_dim, dtype=dtype, device=device, kernels=self._kernels)
+        self.weights = Weights(whole, family, head_dim=self.head_dim, dtype=dtype, device=device, kernels=self._kernels)
         self._block_shape = BlockShape(
             self.heads, self.kv_heads, self.head_dim, int(config.intermediate_size), self._eps
         )
-        self._rope = Rope(config, head_dim=self.head_dim, dtype=dtype, device=device)
+        self._rope = Rope(config, family.tower, head_dim=self.head_dim, dtype=dtype, device=device)
         mixtures = [layer.mlp for layer in self.weights.layers if isinstance(layer.mlp, Experts)]
         self.expert_choices = mixtures[0].choices if mixtures else 0
         """Number of experts per token. 0 in a dense model."""
@@ -316,11 +318,21 @@ class EngineModel:
         return F.rms_norm(stream_NE, weight_E.shape, weight_E, self._eps)
 
 
-def _check(model_type: str, config: Any) -> None:
-    if model_type not in FAMILIES:
+def families() -> tuple[str, ...]:
+    """Return the model types that the engine runs."""
+    supported = (family for family in FAMILIES.values() if not family.beyond_llama)
+    types = (name for family in supported for name in (family.model_types if family.tower is None else (family.name,)))
+    return tuple(name for name in types if name not in STAND_INS)
+
+
+def _checked_family(model_type: str, config: Any) -> Family:
+    """Return the family. Raises CheckpointError for a model that the engine does not compute."""
+    family = known_family(model_type)
+    if family is None or model_type not in families():
+        reason = "" if family is None or not family.beyond_llama else f" ({', '.join(family.beyond_llama)})"
         raise CheckpointError(
-            f"config.json: the embedded engine does not support model_type {model_type!r}. "
-            f"Supported: {', '.join(FAMILIES)}"
+            f"config.json: the embedded engine does not support model_type {model_type!r}{reason}. "
+            f"Supported: {', '.join(families())}"
         )
     if config.hidden_act != "silu":
         raise CheckpointError(
@@ -328,3 +340,4 @@ def _check(model_type: str, config: Any) -> None:
         )
     if getattr(config, "use_sliding_window", False):
         raise CheckpointError("config.json: the embedded engine does not support use_sliding_window. Set it to false.")
+    return family

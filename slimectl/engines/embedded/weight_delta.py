@@ -27,17 +27,12 @@ class Delta(Protocol):
         ...
 
     @property
-    def is_xor(self) -> bool:
-        """Whether `gaps` returns the xor of old and new bits instead of the new bits."""
-        ...
-
-    @property
     def forms(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """safetensors code and shape of every tensor of the checkpoint."""
         ...
 
     def gaps(self, name: str, width: int) -> tuple[Any, Any]:
-        """Return how many unchanged numbers precede each changed one [C], and the bits [C] of `width` bytes.
+        """Return how many unchanged numbers precede each changed one [C], and the xor [C] of its old and new bits.
 
         Raises CheckpointError if they are damaged.
         """
@@ -83,7 +78,7 @@ def _change_tensor(slot: TensorSlot, delta: Delta, name: str) -> None:
     indices_C = None
     for part in tensor if tensor.dim() > len(slot.shape) else [tensor]:
         numbers_N = part.view(-1).view(torch.uint8).numpy().view(bits_C.dtype)
-        indices_C = change_numbers(numbers_N, gaps_C, bits_C, is_xor=delta.is_xor)
+        indices_C = change_numbers(numbers_N, gaps_C, bits_C)
         if not delta.matches(name, numbers_N):
             raise CheckpointError(f"weights: {name} does not match the delta's checksum after the change")
     if slot.view is None and slot.linear is not None:

@@ -15,27 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slimectl.architectures.config_checks import OTHER_MODEL
-from slimectl.architectures.qwen_vl import DECODER, PUBLISHED, TOWER, published_name
+from slimectl.architectures.family import DECODER, TOWER, Family, is_on
 from slimectl.engines.embedded.linear import Linear, can_pack
 from slimectl.engines.embedded.mlp import Experts, Mlp
 from slimectl.engines.embedded.native import Kernels
 from slimectl.engines.embedded.pictures import new_tower
 from slimectl.errors import CheckpointError
 
-BIASED = ("qwen2", "qwen2_5_vl_text")
-"""Model types that always have a bias on query, key and value, without a key for it in config.json."""
-NORMED = ("qwen3", "qwen3_moe", "qwen3_vl_text")
-"""Model types that normalize queries and keys, head by head."""
 BLOCK_BYTES = 2**20
 BLOCK_ROWS = 64
 """A matrix is read in blocks of about BLOCK_BYTES and of a multiple of BLOCK_ROWS rows."""
-
-
-def has_experts(config: Any, index: int) -> bool:
-    """Return whether a layer of the model is a mixture of experts."""
-    if config.model_type != "qwen3_moe" or index in (config.mlp_only_layers or ()):
-        return False
-    return bool(config.num_experts) and (index + 1) % config.decoder_sparse_step == 0
 
 
 @dataclass(slots=True)
@@ -150,14 +139,23 @@ class Weights:
     """Storage that is allocated once and written in place."""
 
     def __init__(
-        self, config: Any, *, head_dim: int, dtype: torch.dtype, device: torch.device, kernels: Kernels | None = None
+        self,
+        config: Any,
+        family: Family,
+        *,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels | None = None,
     ) -> None:
         self.tied = bool(config.tie_word_embeddings)
         vision = getattr(config, "vision_config", None)
-        self._model_type = config.model_type
+        self._family = family
         decoder = "model." if vision is None else self.published_name(DECODER)
         self.tower = None if vision is None else new_tower(config, dtype=dtype, device=device)
         self._config = config = config.get_text_config()
+        self._values: dict[str, Any] = config.to_dict()
+        self._sparse = family.expert_layers(self._values)
         self._head_dim = head_dim
         self.dtype, self.device = dtype, device
         self._tensor_options: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -201,7 +199,7 @@ class Weights:
 
     def published_name(self, name: str) -> str:
         """Return a tensor's name in published checkpoints. In vision models, transformers may use other names."""
-        return published_name(name, self._model_type) if self._model_type in PUBLISHED else name
+        return self._family.published_name(name)
 
     @torch.no_grad()
     def write(self, tensors: NamedTensors) -> set[str]:
@@ -261,19 +259,21 @@ class Weights:
         hidden = config.hidden_size
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
         widths = {f"{attention}{kind}_proj": count * self._head_dim for kind, count in heads.items()}
-        biased = bool(getattr(config, "attention_bias", False))
+        family, values = self._family, self._values
         return Layer(
             input_norm_E=self._tensor(f"{prefix}input_layernorm.weight", hidden),
-            qkv=self._linear(hidden, widths, bias=biased or config.model_type in BIASED),
-            qk_norm_HD=self._qk_norm(attention, heads["q"], heads["k"]) if config.model_type in NORMED else None,
-            o=self._linear(heads["q"] * self._head_dim, {f"{attention}o_proj": hidden}, bias=biased),
+            qkv=self._linear(hidden, widths, bias=is_on(family.qkv_bias, values)),
+            qk_norm_HD=self._qk_norm(attention, heads["q"], heads["k"]) if is_on(family.qk_norm, values) else None,
+            o=self._linear(
+                heads["q"] * self._head_dim, {f"{attention}o_proj": hidden}, bias=is_on(family.output_bias, values)
+            ),
             post_norm_E=self._tensor(f"{prefix}post_attention_layernorm.weight", hidden),
-            mlp=self._experts(f"{prefix}mlp.") if has_experts(config, index) else self._mlp(f"{prefix}mlp."),
+            mlp=self._experts(prefix) if self._sparse[index] else self._mlp(f"{prefix}mlp."),
         )
 
     def _mlp(self, prefix: str) -> Mlp:
         hidden, inner = self._config.hidden_size, self._config.intermediate_size
-        biased = bool(getattr(self._config, "mlp_bias", False))
+        biased = is_on(self._family.mlp_bias, self._values)
         return Mlp(
             gate_up=self._linear(
                 hidden, {f"{prefix}gate_proj": inner, f"{prefix}up_proj": inner}, bias=biased, gates=True
@@ -283,16 +283,18 @@ class Weights:
 
     def _experts(self, prefix: str) -> Experts:
         """Create the experts of a layer. Checkpoints have a separate tensor for each matrix of each expert."""
-        config = self._config
-        count, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        experts, values = self._family.experts, self._values
+        assert experts is not None
+        prefix = f"{prefix}{experts.prefix}."
+        count, hidden, inner = experts.number(values), values["hidden_size"], values[experts.width]
         gate_up_EIH = torch.empty(count, 2 * inner, hidden, **self._tensor_options)
         down_EHF = torch.empty(count, hidden, inner, **self._tensor_options)
         for expert in range(count):
             views = (gate_up_EIH[expert, :inner], gate_up_EIH[expert, inner:], down_EHF[expert])
-            for name, view in zip(("gate_proj", "up_proj", "down_proj"), views, strict=True):
+            for name, view in zip(experts.names, views, strict=True):
                 self.places[f"{prefix}experts.{expert}.{name}.weight"] = TensorSlot(tuple(view.shape), view)
         gate_EH = self._tensor(f"{prefix}gate.weight", count, hidden)
-        return Experts(gate_EH, gate_up_EIH, down_EHF, config.num_experts_per_tok, bool(config.norm_topk_prob))
+        return Experts(gate_EH, gate_up_EIH, down_EHF, values["num_experts_per_tok"], is_on(experts.normalizes, values))
 
     def _qk_norm(self, prefix: str, queries: int, keys: int) -> Tensor:
         """Create one table of both norms by head. Writing a [D] tensor to a view repeats it for every head."""

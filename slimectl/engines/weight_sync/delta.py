@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import os
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,15 @@ from torch import Tensor
 from slimectl.data.atomic_replace import storage_errors, write_text
 from slimectl.data.ownership import remove_made
 from slimectl.engines.weight_sync.base import Precision, drained, targets
-from slimectl.engines.weight_sync.delta_apply import VERSION, apply_written, recover, staged_journal, weight_version
 from slimectl.engines.weight_sync.delta_format import (
     CHUNK_BYTES,
     Change,
-    Checksum,
+    DeltaFile,
     DeltaWriter,
     Difference,
     TensorRange,
     Versions,
+    checksum,
     difference,
     release_mapped,
     tensor_ranges,
@@ -29,7 +30,7 @@ from slimectl.engines.weight_sync.delta_format import (
 from slimectl.engines.weight_sync.disk import FileSync, Write, write_checkpoint
 from slimectl.errors import CheckpointError
 from slimectl.protocols import NamedTensors, WeightUpdateClient
-from slimectl.system.deltas import RoundingComparer
+from slimectl.system.deltas import RoundingComparer, change_numbers
 from slimectl.types import Metrics
 
 CODES = {
@@ -39,16 +40,15 @@ CODES = {
 }  # fmt: skip
 
 
+VERSION = "weight_version.txt"
+
+
 @dataclass(eq=False)
 class DeltaSync(FileSync):
     """Keeps the checkpoint `folder`/current up to date by deltas. Each delta stays in `folder` until the next.
 
     The first push writes the checkpoint whole, and so does one whose delta does not fit. Engines read that directory.
-    `encoding` is "xor" or "overwrite", `checksum` "xxh3-128", "blake2b" or "adler32".
     """
-
-    encoding: str = "xor"
-    checksum: str = "xxh3-128"
 
     def __post_init__(self) -> None:
         self.current = self.folder / "current"
@@ -76,13 +76,10 @@ class DeltaSync(FileSync):
         start, self._version = self._version, None
         if start is not None:
             previous, self._delta = self._delta, self.folder / f"{start}-to-{version}.delta"
-            versions = Versions(start, version, self.encoding, self.checksum)
-            write = partial(
-                write_delta, target=self._delta, base=self.current, versions=versions, dtype=self.dtype, journal=True
-            )
+            write = partial(write_delta, target=self._delta, base=self.current, versions=Versions(start, version))
             try:
-                size = self.policy.consume_weights(write)
-                apply_written(self.current)
+                size = self.policy.consume_weights(partial(write, dtype=self.dtype))
+                apply_delta(self.current, DeltaFile(self._delta))
             except CheckpointError:
                 self._delta.unlink(missing_ok=True)
             else:
@@ -105,50 +102,64 @@ class DeltaSync(FileSync):
         self._version = self._delta = None
 
 
-def write_delta(
-    tensors: NamedTensors, *, target: Path, base: Path, versions: Versions, dtype: Precision, journal: bool = False
-) -> int:
+def write_delta(tensors: NamedTensors, *, target: Path, base: Path, versions: Versions, dtype: Precision) -> int:
     """Write the changes from the directory `base` to these tensors as the file `target`. Returns its size in bytes.
 
-    `journal` also prepares `base` for apply_written. Raises CheckpointError if the tensors do not match.
+    Raises CheckpointError if the tensors do not match.
     """
-    staged, staged_in_base = target.with_name(f".tmp-{target.name}"), staged_journal(base)
+    staged = target.with_name(f".tmp-{target.name}")
     with drained(tensors) as stream, storage_errors(target):
-        recover(base)
         if weight_version(base) != versions.start:
             raise CheckpointError(f"{base}: does not hold weights {versions.start}. Push whole weights.")
         tensor_regions, comparer = tensor_ranges(base), _Comparer(base, versions)
-        writers = [DeltaWriter(staged, versions)]
-        if journal:
-            overwriting = replace(versions, encoding="overwrite")
-            writers.append(DeltaWriter(staged_in_base, overwriting, compresses=False))
+        writer = DeltaWriter(staged, versions)
         try:
             for name, tensor, cast_dtype in targets(stream, dtype):
                 region = tensor_regions.pop(name, None)
                 if region is None or (region.code, region.shape) != (CODES.get(cast_dtype), tuple(tensor.shape)):
                     raise CheckpointError(f"{base}: {name} has another shape or dtype there. Push whole weights.")
-                change, changed = comparer.compare(name, region, tensor, cast_dtype)
-                for writer in writers:
-                    writer.add(name, change, changed)
+                writer.add(name, *comparer.compare(name, region, tensor, cast_dtype))
             if tensor_regions:
                 raise CheckpointError(
                     f"{base}: {min(tensor_regions)} is not among the new weights. Push whole weights."
                 )
-            size, *_ = [writer.finish() for writer in writers]
+            size = writer.finish()
             staged.rename(target)
             comparer.finish()
-        except BaseException:
-            staged_in_base.unlink(missing_ok=True)
-            raise
         finally:
-            for writer in writers:
-                writer.close()
+            writer.close()
             staged.unlink(missing_ok=True)
     return size
 
 
-_CHECKSUMS: dict[Path, tuple[str, str, dict[str, str]]] = {}
-"""Version and kind of the tensor checksums that this process last computed for a checkpoint, for the next delta."""
+def apply_delta(folder: Path, delta: DeltaFile) -> None:
+    """Bring a directory to the version of a delta that was written from its files.
+
+    It has no version until then, so no other delta is written from it if this is interrupted. Raises CheckpointError.
+    """
+    with storage_errors(folder):
+        if weight_version(folder) != delta.start:
+            raise CheckpointError(f"{folder}: does not hold weights {delta.start}. Push whole weights.")
+        tensor_regions, mapped_files = tensor_ranges(folder), dict[Path, Any]()
+        (folder / VERSION).unlink()
+        changed = {name: tensor_regions[name] for name, change in delta.changes.items() if change.changed}
+        for name, region in changed.items():
+            gaps_C, bits_C = delta.gaps(name, region.width)
+            change_numbers(region.mapped(mapped_files).view(bits_C.dtype), gaps_C, bits_C)
+        for file in {region.file for region in changed.values()}:
+            with file.open("rb+") as handle:
+                os.fsync(handle.fileno())
+        write_text(folder / VERSION, delta.versions.end + "\n")
+
+
+def weight_version(folder: Path) -> str | None:
+    """Read the weight version that a directory records, or None without one."""
+    file = folder / VERSION
+    return file.read_text().strip() if file.exists() else None
+
+
+_CHECKSUMS: dict[Path, tuple[str, dict[str, str]]] = {}
+"""Version and checksums of the tensors that this process last computed for a checkpoint, for the next delta."""
 
 
 class _Comparer:
@@ -156,9 +167,8 @@ class _Comparer:
 
     def __init__(self, base: Path, versions: Versions) -> None:
         self._base, self._versions = base, versions
-        version, kind, checksums = _CHECKSUMS.pop(base, ("", "", {}))
-        is_start = (version, kind) == (versions.start, versions.checksum)
-        self._before: dict[str, str] = checksums if is_start else {}
+        version, checksums = _CHECKSUMS.pop(base, ("", {}))
+        self._before: dict[str, str] = checksums if version == versions.start else {}
         self._after: dict[str, str] = {}
         self._rounding: RoundingComparer | None = None
         self._mapped_files: dict[Path, Any] = {}
@@ -167,10 +177,9 @@ class _Comparer:
         """Compare a tensor, cast to `dtype`. Use the difference before the next call."""
         flat, old_B = tensor.cpu().contiguous().view(-1), region.mapped(self._mapped_files)
         rounding = self._rounding_comparer() if (flat.dtype, dtype) == (torch.float32, torch.bfloat16) else None
-        kind = self._versions.checksum
         # If these bytes have been damaged since, a copy would become different weights and reject the delta.
-        before = None if name in self._before else Checksum(kind)
-        after, parts = Checksum(kind), []
+        before = None if name in self._before else checksum()
+        after, parts = checksum(), []
         for part in region.chunks():
             first = part.start // region.width
             numbers_N, old_part_B = flat[first : part.stop // region.width], old_B[part]
@@ -196,7 +205,7 @@ class _Comparer:
 
     def finish(self) -> None:
         """Keep the checksums of all tensors for the next delta."""
-        _CHECKSUMS[self._base] = self._versions.end, self._versions.checksum, self._after
+        _CHECKSUMS[self._base] = self._versions.end, self._after
 
 
 def _write_versioned(write: Write, version: str, path: Path, tensors: NamedTensors) -> None:

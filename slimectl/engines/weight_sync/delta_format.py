@@ -1,8 +1,7 @@
 """Delta files, and the bytes of each tensor in the files of a Hugging Face directory.
 
-For every tensor, a delta has the numbers that changed: how many unchanged ones precede each, and its new bits or the
-xor of old and new bits. Both are split into byte planes and compressed. B bytes · N numbers of a tensor · C changed
-ones.
+For every tensor, a delta has the numbers that changed: how many unchanged ones precede each, and the xor of its old and
+new bits. Both are split into byte planes and compressed. B bytes · N numbers of a tensor · C changed ones.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import hashlib
 import json
 import math
 import mmap
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -113,7 +111,7 @@ def tensor_ranges(folder: Path) -> dict[str, TensorRange]:
 
 
 WANTED_BY = "sync.transport delta"
-MAGIC = b"slimedl2"
+MAGIC = b"slimedl3"
 LEVEL = 1
 """zstd's fastest level. Higher levels gain a few per cent."""
 TAIL = 8 + 16 + len(MAGIC)
@@ -134,21 +132,18 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """First and last weight version of a delta, its encoding and its checksum algorithm."""
+    """First and last weight version of a delta."""
 
     start: str
     end: str
-    encoding: str
-    checksum: str
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Numbers of a tensor that differ: their indices, ascending, and their bits before and after."""
+    """Numbers of a tensor that differ: their indices, ascending, and the xor of their old and new bits."""
 
     indices_C: Any
-    old_C: Any
-    new_C: Any
+    xor_C: Any
 
     @cached_property
     def gaps_C(self) -> Any:
@@ -166,8 +161,8 @@ class Difference:
         if len(parts) == 1:
             return parts[0]
         if not parts:
-            return cls(np.empty(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.uint8))
-        columns = ("indices_C", "old_C", "new_C")
+            return cls(np.empty(0, np.int64), np.empty(0, np.uint8))
+        columns = ("indices_C", "xor_C")
         return cls(*(np.concatenate([getattr(part, column) for part in parts]) for column in columns))
 
 
@@ -177,24 +172,23 @@ def difference(old_B: Any, new_B: Any, width: int, *, first: int = 0) -> Differe
     if len(old_B) % 8:
         old_N, new_N = old_B.view(numbers), new_B.view(numbers)
         indices_C = np.flatnonzero(old_N != new_N)
-        return Difference(indices_C + first, old_N[indices_C], new_N[indices_C])
+        return Difference(indices_C + first, old_N[indices_C] ^ new_N[indices_C])
     # Compare words of several numbers first. Most are equal, and searching fewer items for differences costs less.
     old_W, new_W = old_B.view("<u8"), new_B.view("<u8")
     words_W = np.flatnonzero(old_W != new_W)
-    old_W, new_W = old_W.take(words_W), new_W.take(words_W)
-    places_C = np.flatnonzero((old_W ^ new_W).view(numbers) != 0)
+    xor_N = (old_W.take(words_W) ^ new_W.take(words_W)).view(numbers)
+    places_C = np.flatnonzero(xor_N)
     indices_C = words_W.take(places_C // per_word) * per_word + places_C % per_word
-    return Difference(indices_C + first, old_W.view(numbers).take(places_C), new_W.view(numbers).take(places_C))
+    return Difference(indices_C + first, xor_N.take(places_C))
 
 
 class DeltaWriter:
-    """Writes one tensor after another. `finish` makes the file readable. A file that is read once is not compressed."""
+    """Writes one tensor after another. `finish` makes the file readable."""
 
-    def __init__(self, path: Path, versions: Versions, *, compresses: bool = True) -> None:
+    def __init__(self, path: Path, versions: Versions) -> None:
         self.versions = versions
         self.changes: dict[str, Change] = {}
         self._compressor = zstandard(WANTED_BY).ZstdCompressor(level=LEVEL)
-        self._compresses = compresses
         self._file = path.open("wb")
         self._file.write(MAGIC)
 
@@ -203,18 +197,16 @@ class DeltaWriter:
         count = len(changed.indices_C)
         gaps = values = None
         if count:
-            values_C = changed.new_C ^ changed.old_C if self.versions.encoding == "xor" else changed.new_C
-            gaps, values = self._write(changed.gaps_C), self._write(values_C)
+            gaps, values = self._write(changed.gaps_C), self._write(changed.xor_C)
         self.changes[name] = Change(change.code, change.shape, change.before, change.after, count, gaps, values)
 
     def _write(self, numbers_C: Any) -> list[int]:
         """Write numbers, compressed if that is shorter. Returns their offset, number of bytes, and width."""
         data = numbers_C.view(np.uint8).data
-        if self._compresses:
-            # Store bytes of the same place in the number side by side, so that bytes that never change make long runs.
-            planes = np.ascontiguousarray(numbers_C.view(np.uint8).reshape(len(numbers_C), -1).T)
-            packed = self._compressor.compress(planes.data)
-            data = packed if len(packed) < len(data) else data
+        # Store bytes of the same place in the number side by side, so that bytes that never change make long runs.
+        planes = np.ascontiguousarray(numbers_C.view(np.uint8).reshape(len(numbers_C), -1).T)
+        packed = self._compressor.compress(planes.data)
+        data = packed if len(packed) < len(data) else data
         span = [self._file.tell(), len(data), numbers_C.itemsize]
         self._file.write(data)
         return span
@@ -269,21 +261,16 @@ class DeltaFile:
         return self.versions.start
 
     @property
-    def is_xor(self) -> bool:
-        """Return whether bits are the xor of old and new bits, rather than the new bits."""
-        return self.versions.encoding == "xor"
-
-    @property
     def forms(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return safetensors' code and the shape of every tensor."""
         return {name: (change.code, tuple(change.shape)) for name, change in self.changes.items()}
 
     def matches(self, name: str, data: Any) -> bool:
         """Return whether these are the bytes of a tensor after the changes."""
-        return digest(self.versions.checksum, data) == self.changes[name].after
+        return bool(checksum(data).hexdigest() == self.changes[name].after)
 
     def gaps(self, name: str, width: int) -> tuple[Any, Any]:
-        """Return how many equal numbers precede each changed one [C], and bits [C] in the delta's encoding."""
+        """Return how many equal numbers precede each changed one [C], and the xor [C] of its old and new bits."""
         change = self.changes[name]
         if change.gaps is None or change.values is None:
             return np.empty(0, np.uint8), np.empty(0, f"<u{width}")
@@ -308,40 +295,14 @@ class DeltaFile:
             raise CheckpointError(f"{self.path}: is damaged ({error}). Push whole weights.") from error
 
 
-class Checksum:
-    """Checksum of a tensor's bytes, chunk by chunk."""
-
-    def __init__(self, kind: str) -> None:
-        self._adler = 1 if kind == "adler32" else None
-        if kind == "xxh3-128":
-            self._hash: Any = _xxhash().xxh3_128()
-        else:
-            self._hash = hashlib.blake2b(digest_size=16)
-
-    def update(self, data: Any) -> None:
-        if self._adler is None:
-            self._hash.update(data)
-        else:
-            self._adler = zlib.adler32(data, self._adler)
-
-    def hexdigest(self) -> str:
-        return str(self._hash.hexdigest()) if self._adler is None else f"{self._adler:08x}"
-
-
-def digest(kind: str, data: Any) -> str:
-    """Return the checksum of a tensor's bytes."""
-    checksum = Checksum(kind)
-    checksum.update(data)
-    return checksum.hexdigest()
-
-
-def _seal(footer: bytes) -> bytes:
-    return hashlib.blake2b(footer, digest_size=16).digest()
-
-
-def _xxhash() -> Any:
+def checksum(data: Any = b"") -> Any:
+    """Return the checksum of bytes so far, as an object like those of hashlib."""
     try:
         import xxhash
     except ImportError:
         raise MissingExtraError("xxhash", extra="zstd", wanted_by=WANTED_BY) from None
-    return xxhash
+    return xxhash.xxh3_128(data)
+
+
+def _seal(footer: bytes) -> bytes:
+    return hashlib.blake2b(footer, digest_size=16).digest()

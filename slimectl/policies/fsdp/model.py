@@ -18,11 +18,9 @@ from torch import Tensor, nn
 
 from slimectl.architectures.config import raw_config, read_config
 from slimectl.architectures.config_checks import OTHER_MODEL
-from slimectl.architectures.fused_experts import views
 from slimectl.architectures.image_tokens import MODEL_TYPES
-from slimectl.architectures.mapping import Shape
-from slimectl.architectures.qwen_vl import published_name
-from slimectl.architectures.registry import FAMILIES, family_of
+from slimectl.architectures.mapping import Shape, views
+from slimectl.architectures.registry import known_family
 from slimectl.checkpoints.validate import ValidatedModel
 from slimectl.errors import CheckpointError, RecordError, first_line
 from slimectl.policies.fsdp import attention
@@ -142,7 +140,7 @@ def empty_model(model_dir: Path, recompute: Recompute = Recompute()) -> nn.Modul
 
 def _refusal(model_dir: Path, model_type: str, reason: str) -> CheckpointError:
     other = "Train a model of another architecture."
-    if any(model_type in family.model_types for family in FAMILIES.values()):
+    if known_family(model_type) is not None:
         other = "Train it with the megatron backend."
     return CheckpointError(f"{model_dir}: {model_type} {reason}. {other}")
 
@@ -242,14 +240,14 @@ def _carried_patterns(hf: Any) -> list[re.Pattern[str]]:
     """Return patterns for tensors that a model's checkpoints contain but its module does not use."""
     patterns = [r"rotary_emb\.inv_freq$", *(getattr(hf, "_keys_to_ignore_on_load_unexpected", None) or ())]
     config = hf.config.get_text_config().to_dict()
-    if any(config.get("model_type") in family.model_types for family in FAMILIES.values()):
-        patterns += family_of(config).carried
+    if (family := known_family(config.get("model_type"))) is not None:
+        patterns += family.of(config).carried
     return [re.compile(pattern) for pattern in patterns]
 
 
 def _remedy(path: Path, name: str) -> str:
     """Return what to do about a tensor that the module lacks. Its family may have it in another layout."""
-    has_family = any(raw_config(path).get("model_type") in family.model_types for family in FAMILIES.values())
+    has_family = known_family(raw_config(path).get("model_type")) is not None
     if has_family and any(name in link.hf for link in ValidatedModel(read_config(path)).links):
         return "fsdp does not read this layout. Train it with the megatron backend"
     return OTHER_MODEL
@@ -276,8 +274,9 @@ class ParameterNames:
         for name, buffer in persistent_buffers(hf).items():
             self.slots[name], self.shapes[name] = Slot(first.setdefault(id(buffer), name)), tuple(buffer.shape)
         self._published: dict[str, str] = {}
-        if tower_of(hf) is not None:
-            self._published = {name: published_name(name, hf.config.model_type) for name in self.slots}
+        family = known_family(hf.config.model_type)
+        if tower_of(hf) is not None and family is not None:
+            self._published = {name: family.published_name(name) for name in self.slots}
         for name, published in self._published.items():
             self.slots[published], self.shapes[published] = self.slots[name], self.shapes[name]
         self.pieces: dict[str, list[str]] = {name: [self._published.get(name, name)] for name in first.values()}

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from slimectl.architectures.family import TOWER_PATTERN
 from slimectl.architectures.lora import halves
-from slimectl.architectures.qwen_vl import TOWER_PATTERN
 from slimectl.checkpoints.base_model import fingerprint
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.data.images import processor_of

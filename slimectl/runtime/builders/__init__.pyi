@@ -5,11 +5,13 @@ from slimectl.runtime.builders.data import check_rows as check_rows
 from slimectl.runtime.builders.data import count_rows as count_rows
 from slimectl.runtime.builders.data import data_identities as data_identities
 from slimectl.runtime.builders.data import data_source as data_source
+from slimectl.runtime.builders.data import dataset as dataset
+from slimectl.runtime.builders.data import generator as generator
 from slimectl.runtime.builders.data import has_plain_rows as has_plain_rows
 from slimectl.runtime.builders.data import hook_settings as hook_settings
+from slimectl.runtime.builders.data import max_groups as max_groups
 from slimectl.runtime.builders.data import prompts as prompts
 from slimectl.runtime.builders.data import reward as reward
-from slimectl.runtime.builders.data import rollout_samples as rollout_samples
 from slimectl.runtime.builders.data import shard_prompts as shard_prompts
 from slimectl.runtime.builders.data import training_samples as training_samples
 from slimectl.runtime.builders.engines import engine as engine

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from slimectl.data.columns import PromptOptions
     from slimectl.data.tables import Table
     from slimectl.protocols import Agent, Engine
+    from slimectl.settings.run import RunSettings
+    from slimectl.stages.evaluate import HeldOutDataset
+    from slimectl.stages.generation import GroupGenerator
     from slimectl.stages.recorded_rounds import Numbered, SampleFiles
 
 
@@ -332,43 +335,28 @@ def data_source(settings: Settings) -> Any:
     return user_fn({"args": args, "settings": args, "dataset": PromptDataset(rows, settings.rollout.seed)})
 
 
-def _max_groups(settings: Settings, source: Any) -> int | None:
+def generator(settings: Settings, engine: Engine, tokenizer: Any) -> GroupGenerator:
+    """Build the generator of groups with the user's agent and functions."""
+    from slimectl.hooks.user_hooks import UserHooks
+    from slimectl.stages.generation import GroupGenerator, single_turn
+
+    return GroupGenerator(engine, tokenizer, settings.rollout, agent(settings) or single_turn, UserHooks(settings))
+
+
+def dataset(settings: Settings, name: str) -> HeldOutDataset:
+    """Build a dataset of [eval] with its own verifier and agent."""
+    from slimectl.hooks.user_hooks import UserHooks
+    from slimectl.stages.evaluate import HeldOutDataset, resolve_dataset_settings
+    from slimectl.stages.generation import single_turn
+
+    own = resolve_dataset_settings(settings, name)
+    return HeldOutDataset(name, own, reward(own), agent(own) or single_turn, UserHooks(own))
+
+
+def max_groups(run: RunSettings, source: Any) -> int | None:
     """Return how many groups `slimectl rollout` draws from a user's source: all epochs, or run.num_rollout rounds."""
     from slimectl.stages.prompt_groups import source_length
 
-    run = settings.run
-    if source is None or (run.num_rollout and not hasattr(source, "__len__")):
-        return run.num_rollout and run.num_rollout * run.rollout_batch_size
+    if run.num_rollout and not hasattr(source, "__len__"):
+        return run.num_rollout * run.rollout_batch_size
     return (run.num_epoch or 1) * source_length(source)
-
-
-def rollout_samples(
-    settings: Settings,
-    prompts: Iterator[Prompt],
-    engine: Engine,
-    tokenizer: Any,
-    *,
-    source: Any,
-    on_skipped: Callable[[Prompt], Any],
-) -> Iterator[Sample]:
-    """Yield ungraded samples from the user's rollout function if there is one, else a group per prompt."""
-    from slimectl.hooks.user_hooks import UserHooks
-    from slimectl.stages.generation import GroupGenerator, single_turn
-    from slimectl.stages.rollout import rollout
-    from slimectl.stages.whole_rounds import whole_round_samples
-
-    settings = hook_settings(settings, engine)
-    user_hooks, user_agent = UserHooks(settings), agent(settings)
-    shared: dict[str, Any] = {"source": source, "max_groups": _max_groups(settings, source), "on_skipped": on_skipped}
-    if user_hooks.sample_rounds is None:
-        return rollout(prompts, engine, tokenizer, settings.rollout, agent=user_agent, hooks=user_hooks, **shared)
-    generator = GroupGenerator(
-        engine,
-        tokenizer,
-        settings.rollout,
-        user_agent or single_turn,
-        on_sample=user_hooks.on_sample,
-        agent_at=user_hooks.agent_at,
-    )
-    max_rounds = settings.run.num_rollout
-    return whole_round_samples(prompts, generator, user_hooks.sample_rounds, max_rounds=max_rounds, **shared)

@@ -185,9 +185,9 @@ def create_model(card: str, into: Path, *, seed: int) -> None:
 
 def embedded_families() -> tuple[str, ...]:
     """Return the model types that the embedded engine runs."""
-    from slimectl.engines.embedded.model import FAMILIES
+    from slimectl.engines.embedded.model import families
 
-    return FAMILIES
+    return families()
 
 
 def create_tiny_model(config: dict[str, Any], into: Path, *, seed: int, tokenizer: Path | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -61,25 +61,28 @@ def exposure(settings: Settings, host: str) -> str | None:
     )
 
 
-def serve(
-    settings: Settings,
-    folder: Path,
-    at: socket,
-    *,
-    host: str,
-    admin_key: str,
-    allowed_hosts: Sequence[str] = (),
-    load: bool,
-    ready: Callable[[], None],
-    interval: int = 1,
-    incremental: bool = False,
-    pause_timeout_s: float = 60.0,
-    record: Callable[[Sample], None] | None = None,
-) -> tuple[int, bool]:
-    """Serve a model directory until a signal. Returns its number, and whether all threads have ended.
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions:
+    """Whom a server answers, and how."""
 
-    With `record`, the OpenAI and Anthropic APIs record sessions. `record` is called with the samples of each session.
-    """
+    host: str
+    admin_key: str
+    allowed_hosts: Sequence[str]
+    load: bool
+    """Whether to load the weights of the folder instead of waiting for a push."""
+
+    stream_interval: int
+    incremental: bool
+    pause_timeout_s: float
+    record: Callable[[Sample], None] | None
+    """Called with the samples of each session of the OpenAI and Anthropic APIs. None: sessions are not recorded."""
+
+
+def serve(
+    settings: Settings, folder: Path, at: socket, options: ServingOptions, *, ready: Callable[[], None]
+) -> tuple[int, bool]:
+    """Serve a model directory until a signal. Returns its number, and whether all threads have ended."""
+    from slimectl.agents.recorder import SessionRecorder, UnrecordedApis
     from slimectl.architectures.config import read_config
     from slimectl.checkpoints.base_model import base_model
     from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
@@ -88,6 +91,7 @@ def serve(
     from slimectl.engines.server.middleware import middlewares
     from slimectl.engines.server.state import ServerConfig, Streaming
     from slimectl.engines.weight_sync.delta_format import DeltaFile
+    from slimectl.stages.generation import sampling_params
 
     model_tokenizer = tokenizer(folder)
     served_model = ServerConfig(
@@ -103,26 +107,20 @@ def serve(
         middlewares=middlewares(settings.engine.middleware_paths),
     )
     embedded = engine(settings, folder, model_tokenizer, load=False)
-    streaming = Streaming(interval=interval, incremental=incremental)
-    names, loopback_only = own_names(host, allowed_hosts)
+    names, loopback_only = own_names(options.host, options.allowed_hosts)
     api_key = reveal(settings.engine.api_key, setting="engine.api_key")
-    guard = Guard(remember(admin_key), api_key=api_key, names=names, loopback_only=loopback_only)
-    limits: dict[str, Any] = {"streaming": streaming, "pause_timeout_s": pause_timeout_s}
-    limits["extension"] = agent_apis(settings, model_tokenizer, embedded.max_context, record, interval)
-    return asyncio.run(serving(embedded, served_model, at, load=load, guard=guard, ready=ready, **limits))
-
-
-def agent_apis(
-    settings: Settings, tokenizer: Any, context: int, record: Callable[[Sample], None] | None, stream_interval: int
-) -> Any:
-    """Return a server's APIs for agents, which record their sessions if `record` is given.
-
-    In recorded sessions, sampling parameters that a request does not set come from [rollout].
-    """
-    from slimectl.agents.recorder import SessionRecorder, UnrecordedApis
-    from slimectl.stages.generation import sampling_params
-
-    if record is None:
-        return UnrecordedApis(tokenizer, SamplingParams(max_tokens=context), context, stream_interval)
-    params = replace(sampling_params(settings.rollout), max_tokens=context)
-    return SessionRecorder(tokenizer, params, context, stream_interval, write=record)
+    guard = Guard(remember(options.admin_key), api_key=api_key, names=names, loopback_only=loopback_only)
+    context, interval = embedded.max_context, options.stream_interval
+    extension: Any
+    if options.record is None:
+        extension = UnrecordedApis(model_tokenizer, SamplingParams(max_tokens=context), context, interval)
+    else:  # sampling parameters that a request of an agent does not set come from [rollout]
+        params = replace(sampling_params(settings.rollout), max_tokens=context)
+        extension = SessionRecorder(model_tokenizer, params, context, interval, write=options.record)
+    streaming = Streaming(interval=interval, incremental=options.incremental)
+    return asyncio.run(
+        serving(
+            embedded, served_model, at, load=options.load, guard=guard, streaming=streaming,
+            pause_timeout_s=options.pause_timeout_s, ready=ready, extension=extension,
+        )
+    )  # fmt: skip

@@ -111,11 +111,7 @@ def to_servers(
     elif name == "disk":
         transport = DiskSync(policy, receivers, **on_disk)
     else:
-        coding: dict[str, Any] = {
-            "encoding": sync.update_weight_delta_encoding,
-            "checksum": sync.update_weight_delta_checksum,
-        }
-        transport = DeltaSync(policy, receivers, **on_disk, **coding)
+        transport = DeltaSync(policy, receivers, **on_disk)
     if not sync.check_weight_update_equal:
         return transport
     return VerifiedSync(transport, folder=files, write=write, dtype=dtype)

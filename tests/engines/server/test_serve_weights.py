@@ -119,7 +119,7 @@ def test_from_a_delta_where_the_engine_has_its_first_version(
     before = tmp_path / "before"  # stays as it is: what the delta changes is not read from there
     shutil.copytree(model_dir("llama"), before)
     (before / "weight_version.txt").write_text("0")
-    delta, versions = tmp_path / "0-to-6.delta", Versions("0", "6", "xor", "xxh3-128")
+    delta, versions = tmp_path / "0-to-6.delta", Versions("0", "6")
     write_delta(iter(tensors.items()), target=delta, base=before, versions=versions, dtype=None)
     body = {"model_path": str(before), "weight_version": "6", "delta": str(delta)}
     old = written(server)

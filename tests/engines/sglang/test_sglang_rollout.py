@@ -29,6 +29,8 @@ from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
 from slimectl.engines.supervisor.server_process import ServerProcess
 from slimectl.errors import BackendError
 from slimectl.settings.rollout import RolloutSettings
+from slimectl.stages.generation import GroupGenerator
+from slimectl.stages.prompt_groups import PromptSource
 from slimectl.stages.rollout import rollout
 from slimectl.types import Completion, Prompt, Sample, SamplingParams
 
@@ -68,7 +70,8 @@ def served(tmp_path_factory: pytest.TempPathFactory, model_dir: ModelDir) -> Ite
 def samples(engine: Any, folder: Path, **settings: Any) -> list[Sample]:
     prompts = [Prompt(text=text, index=i) for i, text in enumerate(["1+1=", "a long, long time ago", "é", "x = [1, 2"])]
     chosen = RolloutSettings(n_samples_per_prompt=2, max_response_len=24, apply_chat_template=False, **settings)
-    return list(rollout(prompts, engine, AutoTokenizer.from_pretrained(folder), chosen))
+    generator = GroupGenerator(engine, AutoTokenizer.from_pretrained(folder), chosen)
+    return list(rollout(PromptSource(prompts, generator)))
 
 
 def answered(engine: Any, *asked: SamplingParams) -> list[Completion]:
