@@ -46,7 +46,7 @@ def check_engine(settings: Settings) -> None:
     Raises BackendError, SettingsError or CheckpointError. On a Ray cluster, the machines that start servers check them.
     """
     if settings.engine.load:
-        pushed_precision(settings, served_model(settings, Path()))  # raises
+        pushed_precision(settings, served_model(settings.engine, Path()))  # raises
     if settings.train.lora_rank is not None and settings.uses_servers:
         adapter_obstacle(settings)  # raises
     if settings.engine.url:
@@ -105,7 +105,7 @@ def new_pool(settings: Settings, model: Path, *, executor: Executor, folder: Pat
     from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
 
     engine, logs, api_key = settings.engine, folder / "logs", keys(settings, ()).api_key
-    specs = [spec for spec in _specs(settings, served_model(settings, model)) if spec.gets_weights]
+    specs = [spec for spec in _specs(settings, served_model(settings.engine, model)) if spec.gets_weights]
 
     return ServerPool(
         lambda i: _hosted(settings, specs[i], executor=executor, logs=logs, waiting=waiting),
