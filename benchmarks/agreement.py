@@ -106,6 +106,7 @@ def cases(tokens: int) -> list[Case]:
 
 def sampled(given: argparse.Namespace) -> list[list[Any]]:
     """A batch of samples for every update, with rewards, and log-probabilities that the model gave them."""
+    from slimectl.algorithms.scoring import REFERENCE
     from slimectl.runtime import builders
     from slimectl.stages.prompt_groups import PromptSource
     from slimectl.stages.rollout import rollout
@@ -118,7 +119,7 @@ def sampled(given: argparse.Namespace) -> list[list[Any]]:
     generator = builders.generator(settings, engine, tokenizer)
     drawn = rollout(PromptSource(builders.prompts(settings, [given.data]), generator))
     answers = islice(drawn, size * given.updates)
-    samples = list(attach_log_probs(answers, builders.frozen(settings, start), "ref_log_probs"))
+    samples = list(attach_log_probs(answers, builders.frozen(settings, start), REFERENCE))
     if len(samples) < size * given.updates:
         raise SystemExit(f"{given.data}: {len(samples)} answers, {size * given.updates} are needed")
     random = Random(1)
@@ -168,13 +169,14 @@ def slimectl_settings(given: argparse.Namespace, algorithm: dict[str, Any]) -> A
 
 def by_slimectl(case: Case, batches: list[list[Any]], given: argparse.Namespace) -> list[dict[str, float]]:
     from slimectl.runtime import builders
+    from slimectl.stages.advantages import Models
     from slimectl.stages.train import train
 
     own_log_probs = {} if case.corrected else {"use_rollout_logprobs": True}
     settings = slimectl_settings(given, case.slimectl | own_log_probs)
     policy = builders.policy(settings, Path(given.model), total_steps=given.updates)
     every = batches * (1 if case.corrected else given.updates)
-    reports = train((sample for batch in every for sample in batch), policy, settings)
+    reports = train((sample for batch in every for sample in batch), Models(policy), settings)
     return [
         {
             "loss": report.metrics["train/loss"],

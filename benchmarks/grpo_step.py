@@ -96,9 +96,10 @@ class Turns:
 
 def slimectl_side(given: dict[str, Any], turns: Turns) -> None:
     from slimectl.runtime import builders
+    from slimectl.stages.advantages import Models
     from slimectl.stages.prompt_groups import PromptSource
     from slimectl.stages.rounds import sampled_rounds
-    from slimectl.stages.run import run
+    from slimectl.stages.run import run, streamed
 
     case, settings, folder = Case(**given["case"]), slimectl_settings(given), Path(given["model"])
     tokenizer = builders.tokenizer(folder)
@@ -107,7 +108,8 @@ def slimectl_side(given: dict[str, Any], turns: Turns) -> None:
     prompts, executor = builders.prompts(settings, [given["prompts"]]), builders.executor(settings)
     source = PromptSource(prompts, builders.generator(settings, engine, tokenizer))
     make_rounds = partial(sampled_rounds, source, builders.reward(settings), settings, executor=executor)
-    reports = run(make_rounds, policy, builders.in_process(policy, engine), settings, executor=executor)
+    rounds, sync = streamed(make_rounds, executor, settings.run), builders.in_process(policy, engine)
+    reports = run(rounds, Models(policy), sync, settings)
     for _ in range(given["steps"]):
         turns.wait()
         report = next(reports)

@@ -1,7 +1,8 @@
 """The algorithms: each has a settings class, an estimator of advantages, and a loss.
 
 To add an algorithm on rollouts, write its settings class (settings/rollout_algorithms.py) and whatever is new in it: a
-surrogate (surrogates.py), or an estimator of advantages (estimators.py) with its line in `ALGORITHMS`.
+surrogate (surrogates.py), an estimator of advantages (estimators.py) or a scoring pass (scoring.py), with its line in
+`ALGORITHMS`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from slimectl.algorithms.estimators import (
 from slimectl.algorithms.importance_sampling import importance_weights, self_normalization
 from slimectl.algorithms.losses import PolicyLoss, SftLoss
 from slimectl.algorithms.preferences import LinearizedLoss
+from slimectl.algorithms.scoring import REFERENCE, TEACHER, ScoringPass
 from slimectl.algorithms.surrogates import SURROGATES, TokenRows
 from slimectl.algorithms.value_loss import PolicyAndValueLoss, ValueLoss
 from slimectl.settings import algorithm as names
@@ -114,6 +116,9 @@ class Algorithm:
 
     joint_loss: Callable[[Any, Sequence[TrainingSample], Loss], Loss] | None = None
     """Adds the critic's loss to the policy's if the two are one model."""
+
+    scoring: tuple[ScoringPass, ...] = (REFERENCE, TEACHER)
+    """What models score before the updates of a round. A pass whose model a run does not have is skipped."""
 
 
 ALGORITHMS: dict[str, Algorithm] = {

@@ -26,6 +26,7 @@ from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Sft
 from slimectl.settings.needs import Need
+from slimectl.stages.advantages import Models
 from slimectl.stages.hooks import Hooks
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.train import train
@@ -149,7 +150,7 @@ class SftWarmup:
             prompts, tokenizer, self.settings.rollout, context=context, on_skipped=too_long.append
         )  # fmt: skip
         logger.info(f"warming up on labels until {warmup.target_accuracy:.0%} of the responses are right")
-        steps = (report for report in train(samples, policy, sft, hooks=self.hooks) if report.is_step)
+        steps = (report for report in train(samples, Models(policy), sft, hooks=self.hooks) if report.is_step)
         for report in islice(steps, warmup.max_steps):
             if self.interrupted():
                 logger.warning("interrupted during the warm-up. A resumed run starts the warm-up again.")

@@ -25,10 +25,11 @@ from slimectl.protocols import NO_PROGRESS, Critic, Engine, Policy, Progress, We
 from slimectl.runtime import builders
 from slimectl.runtime.recorder import load_state
 from slimectl.settings import Settings
+from slimectl.stages.advantages import Models
 from slimectl.stages.generation import GroupGenerator, sampling_params
 from slimectl.stages.prompt_groups import PromptSource, UserDataSource
 from slimectl.stages.rollout import demonstrations, rollout
-from slimectl.stages.score import attach_log_probs
+from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.train import TrainState
 from slimectl.stages.train import train as train_stage
 from slimectl.stages.whole_rounds import GroupSource
@@ -146,13 +147,9 @@ class Trainer(_Closing):
         Algorithm sft also accepts prompts with labels. Prompts that are too long go to `on_skipped`. `progress`
         receives the current phase.
         """
-        stream = self._samples(samples, on_skipped)
-        for field, model in self._models.asked.items():
-            stream = attach_log_probs(stream, model, field, temperature=self.settings.policy_temperature)
-        hooks = UserHooks(self.settings)
-        return train_stage(
-            stream, self.policy, self.settings, critic=self.critic, state=self.state, hooks=hooks, progress=progress
-        )
+        models = Models(self.policy, self.critic, self._models.frozen, RoundTimer(progress=progress))
+        stream, hooks = self._samples(samples, on_skipped), UserHooks(self.settings)
+        return train_stage(stream, models, self.settings, state=self.state, hooks=hooks)
 
     def _samples(self, items: Iterable[Any], on_skipped: OnSkipped) -> Iterator[Sample]:
         """Yield samples, and the demonstrations of prompts."""

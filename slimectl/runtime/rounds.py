@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -25,7 +25,8 @@ from slimectl.stages.advantages import Models
 from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.stages.held_out import held_out_metrics
 from slimectl.stages.recorded_rounds import Numbered, SampleFiles, recorded_rounds, sample_batches
-from slimectl.stages.score import attach_log_probs, reward_number
+from slimectl.stages.run import streamed
+from slimectl.stages.score import reward_number
 from slimectl.system.stdio import logger
 from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState, Status
 
@@ -84,10 +85,10 @@ class SampledRounds:
         models: builders.TrainableModels,
         state: SamplerState,
         executor: Executor,
-    ) -> tuple[MakeRounds, Executor]:
-        """Return a function that yields the rounds after `state`, and the executor that runs it."""
+    ) -> MakeRounds:
+        """Return a function that streams the rounds after `state` from the executor."""
         assert side is not None
-        return partial(side.sampler.rounds, state), executor
+        return streamed(partial(side.sampler.rounds, state), executor, self.settings.run)
 
     def reward_check(self, run: Path, rounds: int) -> str:
         """Return the commands that explain the rewards of the run's samples."""
@@ -172,8 +173,8 @@ class RecordedRounds:
             own, too_long = resolve_dataset_settings(self.settings, name), deque[Prompt]()
             rollout = own.rollout.model_copy(update={"shuffle": False})
             data = RecordedRounds(own.model_copy(update={"rollout": rollout}), SampleFiles([own.eval.sources[name]]))
-            samples = data._with_log_probs((s for _, s in data._read(models.folder, too_long, epochs=1)), models)
-            metrics |= held_out_metrics(name, samples, Models(models.policy, models.critic), own)
+            samples = (s for _, s in data._read(models.folder, too_long, epochs=1))
+            metrics |= held_out_metrics(name, samples, Models(models.policy, models.critic, models.frozen), own)
             if too_long:
                 metrics[f"eval/{name}/prompts_too_long"] = float(len(too_long))
         return metrics
@@ -250,25 +251,17 @@ class RecordedRounds:
         models: builders.TrainableModels,
         state: SamplerState,
         executor: Executor,
-    ) -> tuple[MakeRounds, Executor]:
-        """Return a function that yields the rounds after `state`, and the executor that runs it, in this process."""
-        return partial(self._rounds, models, state), builders.graders()
+    ) -> MakeRounds:
+        """Return a function that streams the rounds after `state` in this process."""
+        return streamed(partial(self._rounds, models.folder, state), builders.graders(), self.settings.run)
 
-    def _rounds(self, models: builders.TrainableModels, state: SamplerState) -> Iterator[RolloutBatch]:
-        """Yield the rounds after `state`, with the log-probabilities of reference and teacher where needed."""
+    def _rounds(self, model: Path, state: SamplerState) -> Iterator[RolloutBatch]:
+        """Yield the rounds after `state`."""
         too_long: deque[Prompt] = deque()
-        samples = self._read(models.folder, too_long, epochs=self._epochs, start=state.position)
+        samples = self._read(model, too_long, epochs=self._epochs, start=state.position)
         rounds = recorded_rounds(samples, self.settings, too_long=too_long, before=state.rounds)
         last = self.settings.run.num_rollout
-        for batch in islice(rounds, None if last is None else max(0, last - state.rounds)):
-            batch.samples = list(self._with_log_probs(batch.samples, models))
-            yield batch
-
-    def _with_log_probs(self, samples: Iterable[Sample], models: builders.TrainableModels) -> Iterator[Sample]:
-        """Yield the samples with the log-probabilities of reference and teacher where needed."""
-        for name, model in models.asked.items():
-            samples = attach_log_probs(samples, model, name, temperature=self.settings.policy_temperature)
-        return iter(samples)
+        return islice(rounds, None if last is None else max(0, last - state.rounds))
 
     def reward_check(self, run: Path, rounds: int) -> str:
         """Return the commands that explain the rewards of the samples."""

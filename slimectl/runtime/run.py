@@ -27,6 +27,7 @@ from slimectl.runtime.rounds import RecordedRounds, SampledRounds
 from slimectl.runtime.run_parts import build_parts
 from slimectl.settings import Settings
 from slimectl.settings.keys import settings_toml
+from slimectl.stages.advantages import Models
 from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.stages.run import run
 from slimectl.stages.train import TrainState
@@ -224,19 +225,14 @@ class TrainingRun:
             interrupted=self.interrupted, grace=self.grace, progress=self.progress, resume_command=self._resume_command,
         )  # fmt: skip
         models = parts.models
-        make_rounds, executor = self.rounds.stream(parts.service, models, self.recorder.sampling, self.executor)
+        timer = builders.round_timer(settings, parts.model, models.policy, progress=self.progress)
         reports = run(
-            make_rounds,
-            models.policy,
+            self.rounds.stream(parts.service, models, self.recorder.sampling, self.executor),
+            Models(models.policy, models.critic, models.frozen, timer),
             parts.sync if self.rounds.samples else None,
             settings,
-            executor=executor,
-            reference=models.reference,
-            teacher=models.teacher,
-            critic=models.critic,
             state=self.state,
             hooks=self.hooks,
-            timer=builders.round_timer(settings, parts.model, models.policy, progress=self.progress),
             waiting=loop.waiting,
         )
         ending.callback(reports.close)  # type: ignore[attr-defined] # a generator

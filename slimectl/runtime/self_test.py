@@ -14,7 +14,8 @@ from slimectl.runtime import builders
 from slimectl.runtime.machine import CheckResult
 from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.settings import Settings
-from slimectl.stages.run import run
+from slimectl.stages.advantages import Models
+from slimectl.stages.run import run, streamed
 from slimectl.types import Prompt, SamplerState
 
 QUESTIONS = ("The capital of France is", "One, two, three,", "Water boils at", "Once upon a time", "def add(a, b):")
@@ -42,11 +43,10 @@ def self_test(settings: Settings, *, steps: int) -> Iterator[CheckResult]:
             sync = side.sync(policy)
             initial = _checksums(policy)
             reports = run(
-                partial(side.sampler.rounds, SamplerState()),
-                policy,
+                streamed(partial(side.sampler.rounds, SamplerState()), executor, settings.run),
+                Models(policy),
                 sync,
                 settings,
-                executor=executor,
                 hooks=UserHooks(settings),
             )
             for report, _ in zip(reports, range(steps), strict=False):

@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slimectl.algorithms.estimators import TrainingBatch, estimate_advantages
 from slimectl.algorithms.registry import ALGORITHMS
-from slimectl.protocols import Critic, Policy
+from slimectl.protocols import Critic, LogProbModel, Policy
 from slimectl.settings import Settings
 from slimectl.settings.needs import AlgorithmSection, Need
 from slimectl.stages.finite_check import Outputs
 from slimectl.stages.hooks import Hooks
 from slimectl.stages.round_timer import RoundTimer
-from slimectl.stages.score import reward_number
-from slimectl.types import Metrics, TrainingSample
+from slimectl.stages.score import reward_number, score_rows
+from slimectl.types import Metrics, Sample, TrainingSample
 
 
 @dataclass(frozen=True)
 class Models:
-    """The models that a step updates (the policy, and the critic if there is one) and the timer of their passes."""
+    """The models that a step updates (the policy, and the critic if there is one) and the timer of their passes.
+
+    `frozen` has the models that only score responses, by their names in scoring passes.
+    """
 
     policy: Policy
     critic: Critic | None = None
+    frozen: Mapping[str, LogProbModel] = field(default_factory=dict)
     timer: RoundTimer = field(default_factory=RoundTimer)
+    updates_reference: bool = False
+    """Whether the reference may have changed since samples were scored, so that it scores them again."""
 
     def outputs(self, algorithm: AlgorithmSection) -> Outputs:
         """Return the method that computes the output trained by the algorithm, for every token of rows."""
         if algorithm.trained_output == "log_probs" or self.critic is None:
             return self.policy.log_probs
         return self.critic.values
+
+
+def attach_scores(samples: Sequence[Sample], models: Models, settings: Settings) -> None:
+    """Attach the log-probabilities of the algorithm's scoring passes, if their models are there."""
+    for scoring in ALGORITHMS[settings.algorithm.name].scoring:
+        model = models.policy if scoring.model == "policy" else models.frozen.get(scoring.model)
+        if model is not None:
+            recompute = models.updates_reference and scoring.model == "reference"
+            with models.timer.time(f"perf/{scoring.field}_time", of=model):
+                score_rows(samples, model, scoring, recompute=recompute, temperature=settings.policy_temperature)
 
 
 def attach_model_outputs(

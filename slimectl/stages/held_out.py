@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
-from slimectl.stages.advantages import Models
+from slimectl.stages.advantages import Models, attach_scores
 from slimectl.stages.preferences import set_preference_gradients
 from slimectl.stages.recorded_rounds import sample_batches
 from slimectl.stages.training_batch import BUILDERS
@@ -20,12 +20,12 @@ BATCH = 256
 def held_out_metrics(name: str, samples: Iterable[Sample], models: Models, settings: Settings) -> Metrics:
     """Return the loss on held-out demonstrations. For preferences, add accuracy, margin and rewards of the pairs.
 
-    The loss of demonstrations is the mean of -log p over all tokens that training would use. `samples` must have the
-    reference's log-probabilities if the algorithm needs them.
+    The loss of demonstrations is the mean of -log p over all tokens that training would use.
     """
     measure = _pair_sums if Need.PAIRS in settings.algorithm.needs else _token_sums
     count, sums = 0.0, dict[str, float]()
     for members in sample_batches(samples, settings, BATCH):
+        attach_scores(members, models, settings)
         batch, _ = BUILDERS[settings.algorithm.trains_on](members, settings.algorithm, settings.score.reward_key, None)
         if batch.rows:
             size, values = measure(batch, models, settings)

@@ -4,48 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from slimectl.protocols import Critic, Executor, LogProbModel, Policy, Sleeper, WeightSync
+from slimectl.protocols import Executor, Policy, Sleeper, WeightSync
 from slimectl.settings import Settings
+from slimectl.settings.run import RunSettings
+from slimectl.stages.advantages import Models
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.round_timer import RoundTimer
-from slimectl.stages.score import attach_log_probs
 from slimectl.stages.train import TrainState, train_batches
 from slimectl.types import Metrics, RolloutBatch, StepReport
 
 
 def run(
-    make_rounds: Callable[[], Iterator[RolloutBatch]],
-    policy: Policy,
+    rounds: Callable[[], Iterable[RolloutBatch]],
+    models: Models,
     sync: WeightSync | None,
     settings: Settings,
     *,
-    executor: Executor,
-    reference: Policy | None = None,
-    teacher: LogProbModel | None = None,
-    critic: Critic | None = None,
     state: TrainState | None = None,
     hooks: Hooks = NO_HOOKS,
-    timer: RoundTimer | None = None,
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[StepReport]:
     """Yield one report per optimizer step until the rounds end. When a report is yielded, the engine has its weights.
 
-    `make_rounds` returns `sampled_rounds`, in this process or another. A round is sampled when training requests it,
-    or earlier with `settings.run.async_level`. Its weights are then at most that many versions old, at one step per
-    round. After the last step of a round, the loop waits for the next round inside `waiting()`. `sync` is None for
-    recorded rounds, which no engine samples. `timer` measures the times of the run.
+    `rounds` streams `sampled_rounds` from this process or another (see `streamed`). A round is sampled when training
+    requests it, or earlier with `settings.run.async_level`. Its weights are then at most that many versions old, at one
+    step per round. After the last step of a round, the loop waits for the next round inside `waiting()`. `sync` is None
+    for recorded rounds, which no engine samples.
     """
-    timer = timer or RoundTimer()
     is_freed = settings.cluster.colocate and settings.cluster.offload_train
-    sleepers = (policy, critic, reference, teacher) if is_freed else ()
+    sleepers = (models.policy, models.critic, *models.frozen.values()) if is_freed else ()
     if sync is not None:
         sync.push()
         _sleep(sleepers)
-    batches = _take_batches(make_rounds, executor, sync, settings, timer, waiting)
-    batches = _with_log_probs(batches, reference, teacher, settings, timer)
-    reports = train_batches(batches, policy, settings, critic=critic, state=state, hooks=hooks, timer=timer)
+    models = replace(models, updates_reference=sync is not None)
+    timer = models.timer
+    batches = _take_batches(rounds, sync, settings, timer, waiting)
+    reports = train_batches(batches, models, settings, state=state, hooks=hooks)
     total_s = 0.0
     while True:  # the clock stops while the caller has a report, because it evaluates and saves
         started = timer.clock()
@@ -54,7 +52,7 @@ def run(
             return
         if report.last_step_of_round:
             if sync is not None:
-                report.timings |= _update_engines(sync, policy, sleepers, report.rollout_id, settings, timer)
+                report.timings |= _update_engines(sync, models.policy, sleepers, report.rollout_id, settings, timer)
             report.timings |= timer.take()
         total_s += timer.clock() - started
         if report.last_step_of_round:
@@ -63,16 +61,22 @@ def run(
         yield report
 
 
+def streamed(
+    make_rounds: Callable[[], Iterator[RolloutBatch]], executor: Executor, run: RunSettings
+) -> Callable[[], Iterator[RolloutBatch]]:
+    """Return a function that streams rounds from an executor, up to one ahead with run.async_level."""
+    return partial(executor.stream, make_rounds, ahead=min(1, run.async_level))
+
+
 def _take_batches(
-    make_rounds: Callable[[], Iterator[RolloutBatch]],
-    executor: Executor,
+    rounds: Callable[[], Iterable[RolloutBatch]],
     sync: WeightSync | None,
     settings: Settings,
     timer: RoundTimer,
     waiting: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[RolloutBatch]:
     """Wait for each round of the executor's stream and yield it. Engines on the trainer's GPUs then sleep."""
-    batches = iter(executor.stream(make_rounds, ahead=min(1, settings.run.async_level)))
+    batches = iter(rounds())
     while True:
         with waiting(), timer.time("perf/wait_time"):
             batch = next(batches, None)
@@ -83,32 +87,6 @@ def _take_batches(
                 with timer.time("perf/engine_offload_time"):
                     sync.sleep()
             batch.timings |= _rollout_timings(batch.duration_s, len(batch.samples))
-        yield batch
-
-
-def _with_log_probs(
-    batches: Iterable[RolloutBatch],
-    reference: Policy | None,
-    teacher: LogProbModel | None,
-    settings: Settings,
-    timer: RoundTimer,
-) -> Iterator[RolloutBatch]:
-    """Yield rounds with the log-probabilities of the reference and the teacher.
-
-    The reference's are recomputed, because it may have changed since the rounds were scored.
-    """
-    for batch in batches:
-        if reference is not None:
-            with timer.time("perf/ref_log_probs_time", of=reference):
-                batch.samples = list(
-                    attach_log_probs(
-                        batch.samples, reference, "ref_log_probs", recompute=True,
-                        temperature=settings.policy_temperature,
-                    )
-                )  # fmt: skip
-        if teacher is not None:
-            with timer.time("perf/teacher_log_probs_time", of=teacher):
-                batch.samples = list(attach_log_probs(batch.samples, teacher, "teacher_log_probs"))
         yield batch
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
+from slimectl.algorithms.scoring import REFERENCE, ScoringPass
 from slimectl.data.images import images_of
 from slimectl.data.json_values import NONE_REMEDY, kind_of
 from slimectl.data.streams import batched
@@ -27,28 +28,40 @@ BATCH = 64
 def attach_log_probs(
     samples: Iterable[Sample],
     model: LogProbModel,
-    field: Literal["ref_log_probs", "teacher_log_probs"],
+    scoring: ScoringPass,
     *,
     recompute: bool = False,
     temperature: float = 1.0,
 ) -> Iterator[Sample]:
-    """Yield every sample with the log-probabilities of its response under `model`, stored in `field`.
+    """Yield every sample with the log-probabilities of its response under `model`, in the field of the pass.
 
     Existing values are kept, unless `recompute` is set. The model's log-probabilities are at `temperature`.
     """
     for batch in batched(samples, BATCH):
-        lacking = [sample for sample in batch if recompute or getattr(sample, field) is None]
+        score_rows(batch, model, scoring, recompute=recompute, temperature=temperature)
+        yield from batch
+
+
+def score_rows(
+    samples: Sequence[Sample], model: LogProbModel, scoring: ScoringPass, *, recompute: bool, temperature: float
+) -> None:
+    """Attach log-probabilities to the samples of a round, like `attach_log_probs`."""
+    lacking = [
+        (sample, tokens)
+        for sample, tokens in zip(samples, scoring.tokens(samples), strict=True)
+        if tokens is not None and (recompute or getattr(sample, scoring.field) is None)
+    ]
+    for batch in batched(lacking, BATCH):
         rows = [
             TrainingSample(
-                s.tokens, s.response_length, [0.0] * s.response_length, group=s.group_index, images=images_of(s)
+                tokens, s.response_length, [0.0] * s.response_length, group=s.group_index, images=images_of(s)
             )
-            for s in lacking
+            for s, tokens in batch
         ]
-        for sample, log_probs in zip(lacking, model.log_probs(rows) if rows else [], strict=True):
-            setattr(sample, field, log_probs)
-            if field == "ref_log_probs":
+        for (sample, _), log_probs in zip(batch, model.log_probs(rows), strict=True):
+            setattr(sample, scoring.field, log_probs)
+            if scoring.field == "ref_log_probs":
                 sample.ref_temperature = temperature
-        yield from batch
 
 
 __all__ = ["Grader", "report_grading", "reward_number", "score"]
@@ -85,7 +98,7 @@ def score(
     """
     graded = _grade_samples(samples, reward, settings, executor, skip)
     if reference is not None:
-        graded = attach_log_probs(graded, reference, "ref_log_probs", recompute=True, temperature=temperature)
+        graded = attach_log_probs(graded, reference, REFERENCE, recompute=True, temperature=temperature)
     yield from graded
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from slimectl.protocols import NO_PROGRESS, Critic, Policy, Progress
+from slimectl.protocols import Critic
 from slimectl.settings import Settings
-from slimectl.stages.advantages import Models, attach_model_outputs, set_advantages
+from slimectl.stages.advantages import Models, attach_model_outputs, attach_scores, set_advantages
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.metrics import batch_metrics, round_rewards
 from slimectl.stages.mismatch import LogProbCheck
 from slimectl.stages.optimizer_step import StepIndex, optimizer_step, rollouts_of
 from slimectl.stages.recorded_rounds import sample_batches
-from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.signal import NO_SIGNAL, SignalCount, missing_signal
 from slimectl.stages.training_batch import build_training_batch
 from slimectl.types import Metrics, RolloutBatch, Sample, StepReport, TrainingSample
@@ -50,43 +49,37 @@ class TrainState:
 
 def train(
     samples: Iterable[Sample],
-    policy: Policy,
+    models: Models,
     settings: Settings,
     *,
-    critic: Critic | None = None,
     state: TrainState | None = None,
     hooks: Hooks = NO_HOOKS,
-    progress: Progress = NO_PROGRESS,
 ) -> Iterator[StepReport]:
     """Train on samples round by round, and yield one report per optimizer step.
 
     A round is `settings.rollouts_per_round` rollouts, because advantages need whole groups. Nothing beyond a round is
     read before its steps are done and reported, so a lazy source is sampled on-policy. (If a rollout consists of
     several samples, one sample past the last is read.) Remaining samples at the end make a last, smaller step. For
-    pairwise algorithms a round is run.rollout_batch_size groups. ppo needs a `critic`. A reward model is a critic that
-    is also passed as the policy.
+    pairwise algorithms a round is run.rollout_batch_size groups. ppo needs a critic. A reward model is critic and
+    policy in one.
 
     Raises RecordError for samples that this algorithm cannot train on, and SlimectlError for samples of another model
     with run.on_logprob_mismatch = "stop".
     """
     rounds = sample_batches(samples, settings, settings.rollouts_per_round)
-    timer = RoundTimer(progress=progress)
-    batches = map(RolloutBatch, rounds)
     check = LogProbCheck(settings, recorded=True)
-    for report in train_batches(batches, policy, settings, critic=critic, state=state, hooks=hooks, timer=timer):
+    for report in train_batches(map(RolloutBatch, rounds), models, settings, state=state, hooks=hooks):
         yield report
         check.check(report)
 
 
 def train_batches(
     batches: Iterable[RolloutBatch],
-    policy: Policy,
+    models: Models,
     settings: Settings,
     *,
-    critic: Critic | None = None,
     state: TrainState | None = None,
     hooks: Hooks = NO_HOOKS,
-    timer: RoundTimer | None = None,
 ) -> Iterator[StepReport]:
     """Train on rounds of samples. Yield one report per optimizer step, with the metrics and samples of its batch.
 
@@ -96,8 +89,8 @@ def train_batches(
     """
     state = state or TrainState()
     options = settings.algorithm.critic_options
-    judge = cast(Critic, policy) if options is not None and options.shared else critic
-    models = Models(policy, judge, timer or RoundTimer())
+    if options is not None and options.shared:
+        models = replace(models, critic=cast(Critic, models.policy))
     sampling = None
     for batch in batches:
         state.rollout_id += 1
@@ -117,6 +110,7 @@ def _train_batch(
 ) -> Iterator[StepReport]:
     """Train on one round in five passes: rows, outputs of the models, advantages, metrics, and the optimizer steps."""
     timer = models.timer
+    attach_scores(batch.samples, models, settings)
     with timer.time("perf/data_preprocess_time"):
         data, metrics = build_training_batch(batch.samples, settings, hooks, version=int(models.policy.weight_version))
         has_older_rows = bool(state.pending)

@@ -16,6 +16,7 @@ from slimectl import algorithms
 
 OURS = {
     "BatchingOptions": "a record of settings",
+    "ScoringPass": "a record",
     "PrefixTrie": "a record",
     "Surrogate": "an interface",
     "BoundedSurrogate": "two bounds",

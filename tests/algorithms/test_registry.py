@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from slimectl.algorithms import registry
 from slimectl.algorithms.baselines import normalize_rewards
 from slimectl.algorithms.estimators import (
     TrainingBatch,
@@ -22,6 +23,7 @@ from slimectl.algorithms.estimators import (
 )
 from slimectl.algorithms.losses import PolicyLoss
 from slimectl.algorithms.registry import ALGORITHMS, COMPUTED, LOSS_SETTINGS, Algorithm, policy_loss
+from slimectl.algorithms.scoring import ScoringPass
 from slimectl.algorithms.surrogates import SURROGATES
 from slimectl.settings import algorithm as names
 from slimectl.settings.needs import Need
@@ -197,3 +199,12 @@ def test_returns_with_a_critic_are_those_before_advantages_are_whitened():
     assert [row.returns for row in judged.rows] == [[0.75, 1.0], [0.25, 0.0]]  # values and (0.25, 0.5), (-0.25, -0.5)
     # mean 0, unbiased variance (2 * 0.0625 + 2 * 0.25) / 3
     assert lists(advantages)[0] == pytest.approx([0.25 / math.sqrt(0.625 / 3), 0.5 / math.sqrt(0.625 / 3)])
+
+
+def test_an_algorithm_has_reference_and_teacher_score_responses_on_their_own_prompts():
+    samples = [Sample(tokens=[1, 2, 3], response_length=1), Sample(tokens=[4, 5], response_length=2)]
+    for algorithm in registry.ALGORITHMS.values():
+        assert [(each.model, each.field) for each in algorithm.scoring] == [
+            ("reference", "ref_log_probs"), ("teacher", "teacher_log_probs")
+        ]  # fmt: skip
+    assert ScoringPass("policy", "teacher_log_probs").tokens(samples) == [[1, 2, 3], [4, 5]]

@@ -12,6 +12,7 @@ import torch
 
 from slimectl.runtime import builders
 from slimectl.settings import Settings
+from slimectl.stages.advantages import Models
 from slimectl.stages.train import train
 from slimectl.types import Sample, Status
 
@@ -67,7 +68,7 @@ def test_the_schedule_ends_with_the_last_step_for_every_batch_size(
     total = builders.total_steps(given)
     policy = builders.policy(given, model_dir(), total_steps=total)
     critic = builders.critic(given, model_dir(), total_steps=total)
-    reports = list(train(attempts(rounds), policy, given, critic=critic))
+    reports = list(train(attempts(rounds), Models(policy, critic), given))
     rates = [report.metrics["train/lr"] for report in reports if "train/lr" in report.metrics]
     assert total == steps
     assert rates == pytest.approx(cosine(steps), abs=1e-12)

@@ -13,12 +13,14 @@ import serving
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from slimectl.algorithms.scoring import TEACHER
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.http.log_prob_client import RemoteLogProbModel
 from slimectl.errors import BackendError, SettingsError
 from slimectl.executors.local import LocalExecutor
 from slimectl.runtime import builders
 from slimectl.settings import Settings
+from slimectl.stages.advantages import Models
 from slimectl.stages.score import attach_log_probs
 from slimectl.stages.train import train
 from slimectl.types import Sample, Status, StepReport, TrainingSample
@@ -48,8 +50,8 @@ def distilled(folder: Path, **teacher: Any) -> tuple[list[list[float]], StepRepo
     rounds = {"run": {"rollout_batch_size": 10}, "rollout": {"n_samples_per_prompt": 2}}
     settings = Settings.model_validate({"algorithm": {"name": "opd", **teacher}, **rounds})
     with closing(builders.trainable_models(settings, folder, executor=LocalExecutor())) as by:
-        samples = list(attach_log_probs(answers(), by.asked["teacher_log_probs"], "teacher_log_probs"))
-        (report,) = train(samples, by.policy, settings)
+        samples = list(attach_log_probs(answers(), by.frozen["teacher"], TEACHER))
+        (report,) = train(samples, Models(by.policy), settings)
     return [sample.teacher_log_probs or [] for sample in samples], report
 
 

@@ -19,6 +19,7 @@ from slimectl.policies.options import MegatronOptions, TrainerOptions
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.policy_gradient import PolicyGradient
+from slimectl.stages.advantages import Models
 from slimectl.stages.train import train
 from slimectl.types import Loss, Metrics, Sample, Status, TrainingSample
 
@@ -150,5 +151,5 @@ def step(holder: Holder, samples: list[Sample], case: str) -> Metrics:
     learns = {"reward_model": "critic", "shared critic": "both"}.get(case, "policy")
     policy: Any = Member(holder, learns)
     critic: Any = Member(holder, "critic")
-    [report] = train(samples, policy, settings, critic=critic)
+    [report] = train(samples, Models(policy, critic), settings)
     return report.metrics

@@ -21,6 +21,7 @@ from slimectl.policies.options import TrainerOptions
 from slimectl.rewards import verifier
 from slimectl.rewards.reward_model import _Model
 from slimectl.settings import Settings
+from slimectl.stages.advantages import Models
 from slimectl.stages.score import Grader, score
 from slimectl.stages.train import train
 from slimectl.types import Sample, Status, TrainingSample
@@ -45,7 +46,7 @@ def trained(model_dir: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> tu
     for i, sample in enumerate(pairs):
         sample.index, sample.rollout_id, sample.reward = i, i, float(i % 2)
     settings = Settings.model_validate({"algorithm": {"name": "reward_model"}, "run": {"rollout_batch_size": 2}})
-    for _ in train(pairs * 3, critic, settings, critic=critic):
+    for _ in train(pairs * 3, Models(critic, critic), settings):
         pass
     folder = tmp_path_factory.mktemp("models") / "judge"
     folder.mkdir()

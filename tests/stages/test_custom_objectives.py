@@ -18,6 +18,7 @@ from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.options import TrainerOptions
 from slimectl.settings import Settings
+from slimectl.stages.advantages import Models
 from slimectl.stages.train import train
 from slimectl.types import Sample, Status
 
@@ -80,7 +81,7 @@ def settings(**keys: Any) -> Settings:
 def metrics(model: Path, **keys: Any) -> dict[str, float]:
     policy = FsdpPolicy(model, HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=1e-3)))
     chosen = settings(**keys)
-    (report,) = train(attempts(), policy, chosen, hooks=UserHooks(chosen))
+    (report,) = train(attempts(), Models(policy), chosen, hooks=UserHooks(chosen))
     return report.metrics
 
 
@@ -103,7 +104,7 @@ def test_a_loss_keeps_the_metrics_of_log_probs(model_dir: ModelDir, functions: s
             sample.rollout_log_probs = [-6.0 + 0.1 * i for i in range(sample.response_length)]
         policy = FsdpPolicy(model_dir(), HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=1e-3)))
         chosen = settings(**keys)
-        (report,) = train(samples, policy, chosen, hooks=UserHooks(chosen))
+        (report,) = train(samples, Models(policy), chosen, hooks=UserHooks(chosen))
         return report.metrics
 
     ours = measured()

@@ -19,6 +19,7 @@ from slimectl.policies.fsdp.policy import FsdpCritic, FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.options import TrainerOptions
 from slimectl.settings import Settings
+from slimectl.stages.advantages import Models
 from slimectl.stages.finite_check import FiniteCheck
 from slimectl.stages.train import train
 from slimectl.types import Sample, Status, TrainingSample
@@ -48,11 +49,11 @@ def weights(trained: Any) -> list[torch.Tensor]:
     return [tensor.clone() for _, tensor in trained.weights()]
 
 
-def refused(samples: Sequence[Sample], trained: Any, chosen: Settings, **more: Any) -> str:
+def refused(samples: Sequence[Sample], trained: Any, chosen: Settings, critic: Any = None) -> str:
     """The words with which training stops; nothing has been learnt."""
     before = weights(trained)
     with pytest.raises(DivergedError) as error:
-        list(train(samples, trained, chosen, hooks=UserHooks(chosen), **more))
+        list(train(samples, Models(trained, critic), chosen, hooks=UserHooks(chosen)))
     assert all(torch.equal(old, new) for old, new in zip(before, weights(trained), strict=True))
     return str(error.value)
 
@@ -78,7 +79,7 @@ def test_damaged_weights_stop_before_the_update_and_no_sample_is_blamed(model_di
     with pytest.raises(
         DivergedError, match=r"the loss is nan \(no single sample is to blame, as .* none of the [24] are"
     ):
-        list(train(GOOD, trained, settings(algorithm={"name": name})))
+        list(train(GOOD, Models(trained), settings(algorithm={"name": name})))
     assert before == trained.optimizer.state_dict()["state"] == {}
 
 
@@ -121,7 +122,7 @@ def test_preferences_of_damaged_weights_stop_too(model_dir: ModelDir, name: str)
     trained.masters.copy_to_model()
     critic = trained if name == "reward_model" else None
     with pytest.raises(DivergedError, match=r"round 1, step 1: the pairs' train/loss is nan"):
-        list(train(GOOD, trained, settings(algorithm={"name": name}), critic=critic))
+        list(train(GOOD, Models(trained, critic), settings(algorithm={"name": name})))
 
 
 def test_the_critic_of_ppo_stops_before_the_policy_learns(model_dir: ModelDir):

@@ -20,6 +20,7 @@ from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.checks import conflicts
 from slimectl.settings.needs import Need
 from slimectl.settings.policy_gradient import PolicyGradient
+from slimectl.stages.advantages import Models
 from slimectl.stages.hooks import NO_HOOKS
 from slimectl.stages.train import train
 from slimectl.stages.training_batch import build_training_batch
@@ -221,7 +222,8 @@ def test_a_policy_takes_steps_of_every_algorithm(name: str, policy: FsdpPolicy):
     chosen = {"algorithm": {"name": name}, "train": {"num_steps_per_rollout": 2}}
     rounds = {"run": {"rollout_batch_size": 2}, "rollout": {"n_samples_per_prompt": 3}}
     before = {name: tensor.clone() for name, tensor in policy.weights()}
-    first, second = (report.metrics for report in train(attempts(), policy, Settings.model_validate(chosen | rounds)))
+    settings = Settings.model_validate(chosen | rounds)
+    first, second = (report.metrics for report in train(attempts(), Models(policy), settings))
     # The ratio of the first step is 1: its loss is minus the weighted advantages of group 0, half of all.
     rows = zip(ADVANTAGES[name], WEIGHTS[name], LENGTHS, strict=False)
     by_hand = -2 * sum(advantage * weight * length for advantage, weight, length in rows)

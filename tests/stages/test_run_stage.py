@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from slimectl.algorithms.metrics import rollout_metrics
 from slimectl.executors.local import LocalExecutor
 from slimectl.settings.layers import Layer
 from slimectl.settings.loading import resolve
+from slimectl.stages.advantages import Models
 from slimectl.stages.generation import GroupGenerator
 from slimectl.stages.prompt_groups import PromptSource
 from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.rounds import sampled_rounds
-from slimectl.stages.run import run
+from slimectl.stages.run import run, streamed
 from slimectl.types import Completion, Metrics, Prompt, SamplingParams
 
 
@@ -167,7 +169,7 @@ def test_engines_that_share_gpus_take_turns_with_the_trainer_and_get_weights_whe
     given = settings(num_rollout=2)
     cluster = given.cluster.model_copy(update={"colocate": True, "offload_train": offload})
     given = given.model_copy(update={"cluster": cluster})
-    list(run(lambda: made(engine, "ssss"), policy, sync, given, executor=LocalExecutor()))
+    list(run(streamed(lambda: made(engine, "ssss"), LocalExecutor(), given.run), Models(policy), sync, given))
     if offload:
         rounds = [["sleep", "moments leave", "wake", version, "trainer leaves"] for version in ("1", "2")]
         assert sync.versions == ["0", "trainer leaves", *rounds[0], *rounds[1]]
@@ -180,15 +182,8 @@ def test_no_answer_is_staler_than_the_rounds_worked_ahead_and_the_push_interval(
     engine, policy = Echo(), Counting()
     sync = Pushes(policy, engine)
     given = settings(async_level=ahead, num_rollout=8)
-    reports = list(
-        run(
-            lambda: made(engine, "ssssssssssssssss", async_level=ahead, num_rollout=8),
-            policy,
-            sync,
-            given,
-            executor=LocalExecutor(),
-        )
-    )
+    sampled = partial(made, engine, "ssssssssssssssss", async_level=ahead, num_rollout=8)
+    reports = list(run(streamed(sampled, LocalExecutor(), given.run), Models(policy), sync, given))
     assert [report.rollout_id for report in reports] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert sync.versions == ["0", "2", "4", "6", "8"]  # before anything is sampled, then every second round
     staleness = [report.metrics["rollout/staleness/max"] for report in reports]
@@ -243,10 +238,9 @@ def test_the_clocks_of_a_round_count_neither_what_its_reader_does_nor_any_second
     }
     given = resolve([Layer("test", values)]).settings
     source = PromptSource(prompts("ssssss"), GroupGenerator(engine, Bytes(), given.rollout))
-    reports = run(
-        lambda: sampled_rounds(source, reward, given, executor=LocalExecutor(), clock=clock),
-        policy, Pushing(policy, engine), given, executor=LocalExecutor(), timer=RoundTimer(clock),
-    )  # fmt: skip
+    sampled = partial(sampled_rounds, source, reward, given, executor=LocalExecutor(), clock=clock)
+    models = Models(policy, timer=RoundTimer(clock))
+    reports = run(streamed(sampled, LocalExecutor(), given.run), models, Pushing(policy, engine), given)
     last = {}
     for report in reports:
         clock.now += 100.0  # an evaluation, a checkpoint

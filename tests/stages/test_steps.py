@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimectl.settings import Settings
+from slimectl.stages.advantages import Models
 from slimectl.stages.train import TrainState, train_batches
 from slimectl.types import RolloutBatch, Sample, Status, TrainingSample
 
@@ -56,7 +57,7 @@ def test_steps_are_full_until_the_last_and_hold_every_sample_once(fan_outs: list
     chosen = Settings.model_validate(
         {"algorithm": {"name": "reinforce_plus_plus"}, "train": {"global_batch_size": size}}
     )
-    reports = list(train_batches(map(RolloutBatch, given_rounds), policy, chosen, state=state))  # type: ignore[arg-type]
+    reports = list(train_batches(map(RolloutBatch, given_rounds), Models(policy), chosen, state=state))  # type: ignore[arg-type]
     total = sum(map(len, fan_outs))
     assert sorted(row.tokens[1] for rows in policy.steps for row in rows) == list(range(number))
     sizes = [len({row.group for row in rows}) for rows in policy.steps]

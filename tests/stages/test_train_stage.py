@@ -18,6 +18,7 @@ from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.options import TrainerOptions
 from slimectl.settings import Settings
+from slimectl.stages.advantages import Models
 from slimectl.stages.train import train
 from slimectl.types import Sample, Status, StepReport, TrainingSample
 
@@ -77,14 +78,14 @@ def weights(policy: FsdpPolicy) -> dict[str, torch.Tensor]:
 def test_groups_without_signal_are_left_out_and_counted_by_the_reward_that_they_share(new_policy: Make):
     good, flat = [(1.0, 0.0), (0.5, 0.0)], [(0.0, 0.0), (1.0, 1.0), (0.0, 0.0)]
     policy, other = new_policy(), new_policy()
-    metrics = only(train(attempts(*good, *flat), policy, given(prompts=5, algorithm=DROPPED)))
+    metrics = only(train(attempts(*good, *flat), Models(policy), given(prompts=5, algorithm=DROPPED)))
     assert metrics["rollout/dynamic_filter/drop_zero_std_0.0"] == 2
     assert metrics["rollout/dynamic_filter/drop_zero_std_1.0"] == 1
     assert metrics["rollout/zero_std/count_0"] == 2
     assert metrics["rollout/zero_std/count_1"] == 1
     assert metrics["rollout/raw_reward"] == pytest.approx(3.5 / 10)
     assert metrics["train/global_batch_size"] == 4
-    alone = only(train(attempts(*good), other, given(prompts=2)))
+    alone = only(train(attempts(*good), Models(other), given(prompts=2)))
     assert [metrics[name] for name in ("train/loss", "train/grad_norm")] == [
         alone[name] for name in ("train/loss", "train/grad_norm")
     ]
@@ -97,8 +98,8 @@ def test_samples_without_a_reward_are_left_out_of_groups_and_of_training(new_pol
     for silent in (samples[1], samples[4]):
         silent.reward, silent.metadata["no_reward"] = None, "returned None"
     policy, other = new_policy(), new_policy()
-    metrics = only(train(samples, policy, given(prompts=2, n=3)))
-    left = only(train([s for s in samples if s.reward is not None], other, given(prompts=2)))
+    metrics = only(train(samples, Models(policy), given(prompts=2, n=3)))
+    left = only(train([s for s in samples if s.reward is not None], Models(other), given(prompts=2)))
     assert metrics["rollout/dynamic_filter/drop_no_reward"] == 2
     assert metrics["rollout/raw_reward"] == metrics["rollout/avg_reward"] == pytest.approx(2.2 / 4)
     assert metrics["train/global_batch_size"] == 4
@@ -111,7 +112,7 @@ def test_a_round_without_any_reward_makes_no_step(new_policy: Make):
     samples = attempts((1.0, 0.0))
     for sample in samples:
         sample.reward, sample.metadata["no_reward"] = None, "returned None"
-    (report,) = train(samples, new_policy(), given(prompts=1))
+    (report,) = train(samples, Models(new_policy()), given(prompts=1))
     assert not report.is_step
     assert report.metrics["rollout/no_signal"] == 1
     assert "rollout/raw_reward" not in report.metrics
@@ -131,7 +132,7 @@ def test_samples_may_be_numbered_within_their_groups(new_policy: Make, fan_out: 
     reports = []
     for within in (False, True):
         settings = given(prompts=3, train={"global_batch_size": 4})
-        reports.append([report.metrics for report in train(numbered(within), new_policy(), settings)])
+        reports.append([report.metrics for report in train(numbered(within), Models(new_policy()), settings)])
     through, restarted = reports
     assert [each["train/global_batch_size"] for each in through] == [4.0, 2.0]
     assert restarted == through
@@ -140,7 +141,11 @@ def test_samples_may_be_numbered_within_their_groups(new_policy: Make, fan_out: 
 def test_groups_without_signal_that_are_kept_weigh_in_the_mean(new_policy: Make):
     good, flat = [(1.0, 0.0), (0.5, 0.0)], [(0.0, 0.0), (1.0, 1.0)]
     dropped, kept = (
-        only(train(attempts(*good, *flat), new_policy(), given(prompts=4, algorithm={"drop_zero_std_groups": drop})))
+        only(
+            train(
+                attempts(*good, *flat), Models(new_policy()), given(prompts=4, algorithm={"drop_zero_std_groups": drop})
+            )
+        )
         for drop in (True, False)
     )
     assert (dropped["train/global_batch_size"], kept["train/global_batch_size"]) == (4, 8)
@@ -152,7 +157,7 @@ def test_a_round_without_any_signal_takes_no_step_and_reports(new_policy: Make):
     policy = new_policy()
     before = weights(policy)
     rounds = [*attempts((0.0, 0.0), (1.0, 1.0)), *attempts((1.0, 0.0), (0.0, 1.0), first=2)]
-    reports = train(rounds, policy, given(prompts=2, algorithm=DROPPED))
+    reports = train(rounds, Models(policy), given(prompts=2, algorithm=DROPPED))
     idle = next(reports)
     assert (idle.step, idle.rollout_id, idle.weight_version, idle.last_step_of_round) == (0, 1, "0", True)
     assert idle.metrics["rollout/raw_reward"] == 0.5
@@ -168,7 +173,7 @@ def test_failed_attempts_and_groups_left_with_one_answer_are_no_reason_to_stop(n
     for index in (1, 2):
         samples[index].status, samples[index].remove_sample = Status.FAILED, True
         samples[index].metadata["error"] = "TimeoutError: too slow"
-    metrics = only(train(samples, new_policy(), given(prompts=2, algorithm=DROPPED)))
+    metrics = only(train(samples, Models(new_policy()), given(prompts=2, algorithm=DROPPED)))
     assert metrics["rollout/error/TimeoutError"] == 2
     assert "train/grad_norm" not in metrics
 
@@ -184,10 +189,10 @@ def test_staleness_counts_versions_since_the_oldest_part_of_an_answer(new_policy
     for _ in range(2):
         policy.optim_step()
     stale = versions_of(attempts((1.0, 0.0), (1.0, 0.0)), ["0"], ["2"], ["1", "2"], ["2"])
-    metrics = only(train(stale, policy, given(prompts=2)))
+    metrics = only(train(stale, Models(policy), given(prompts=2)))
     assert (metrics["rollout/staleness/mean"], metrics["rollout/staleness/max"]) == (0.75, 2.0)
     elsewhere = versions_of(attempts((1.0, 0.0)), ["default"], [])
-    assert not any("staleness" in name for name in only(train(elsewhere, policy, given(prompts=1))))
+    assert not any("staleness" in name for name in only(train(elsewhere, Models(policy), given(prompts=1))))
 
 
 def test_what_is_staler_than_allowed_is_dropped_and_counted(new_policy: Make):
@@ -198,11 +203,11 @@ def test_what_is_staler_than_allowed_is_dropped_and_counted(new_policy: Make):
     groups = ((1.0, 0.0, 0.5), (1.0, 0.0, 0.25))
     fresh = [["2"], ["1", "2"], ["2"], ["2"], ["2"]]
     allowed = given(prompts=2, n=3, run={"max_staleness": 1, "async_level": 1})
-    metrics = only(train(versions_of(attempts(*groups), ["0", "2"], *fresh), policy, allowed))
+    metrics = only(train(versions_of(attempts(*groups), ["0", "2"], *fresh), Models(policy), allowed))
     assert metrics["rollout/dynamic_filter/drop_stale"] == 1
     assert metrics["train/global_batch_size"] == 5
     assert metrics["rollout/staleness/max"] == 2
-    without = only(train(versions_of(attempts(*groups)[1:], *fresh), other, given(prompts=2, n=3)))
+    without = only(train(versions_of(attempts(*groups)[1:], *fresh), Models(other), given(prompts=2, n=3)))
     assert metrics["train/grad_norm"] == pytest.approx(without["train/grad_norm"], rel=1e-6)
 
 
@@ -210,7 +215,7 @@ def test_a_removed_sample_counts_in_the_statistics_and_moves_no_weight(new_polic
     def step(change: Callable[[Sample], None]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         samples, policy = attempts((1.0, 0.0, 0.0)), new_policy()
         change(samples[1])
-        return only(train(samples, policy, given(prompts=1, n=3))), weights(policy)
+        return only(train(samples, Models(policy), given(prompts=1, n=3))), weights(policy)
 
     def remove(sample: Sample) -> None:
         sample.remove_sample = True
@@ -237,11 +242,12 @@ def test_a_removed_sample_counts_in_the_statistics_and_moves_no_weight(new_polic
 def test_in_several_steps_a_round_the_ratio_is_against_the_policy_before_the_first(new_policy: Make):
     samples = attempts((1.0, 0.0), (0.0, 1.0), (1.0, 0.0), (0.5, 1.0))
     policy, other = new_policy(), new_policy()
-    first, second = (r.metrics for r in train(samples, policy, given(prompts=4, train={"num_steps_per_rollout": 2})))
+    two_steps = given(prompts=4, train={"num_steps_per_rollout": 2})
+    first, second = (r.metrics for r in train(samples, Models(policy), two_steps))
     # The recomputed log-probabilities are the first step's own, so that step is the one without recomputation.
     assert first["train/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
     assert first["train/ois"] == pytest.approx(1.0, abs=1e-5)
-    alone = only(train(attempts((1.0, 0.0), (0.0, 1.0)), other, given(prompts=2)))
+    alone = only(train(attempts((1.0, 0.0), (0.0, 1.0)), Models(other), given(prompts=2)))
     for name in ("train/loss", "train/grad_norm"):
         assert first[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6)
     assert abs(second["train/ppo_kl"]) > 1e-3
@@ -256,7 +262,7 @@ def test_rollouts_left_over_from_before_a_step_keep_the_log_probabilities_of_the
         *attempts(good, good, first=4),  # whose policy is no longer this one
     ]
     settings = given(prompts=2, train={"global_batch_size": 4}, algorithm=DROPPED)
-    reports = [report.metrics for report in train(samples, new_policy(), settings)]
+    reports = [report.metrics for report in train(samples, Models(new_policy()), settings)]
     assert [metrics.get("train/global_batch_size") for metrics in reports] == [None, 4, 4, 2]
     assert [metrics.get("train/rollouts_left_over") for metrics in reports] == [2, 2, 2, None]
     assert reports[1]["train/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
@@ -273,7 +279,7 @@ def test_nothing_beyond_a_round_is_pulled_before_its_steps_are_done(new_policy: 
             seen.append(policy.weight_version)
             yield sample
 
-    for report in train(sampled(), policy, given(prompts=2)):
+    for report in train(sampled(), Models(policy), given(prompts=2)):
         assert len(seen) == 4 * report.rollout_id
     assert seen == ["0"] * 4 + ["1"] * 4
 
@@ -282,7 +288,7 @@ def test_a_round_is_whole_rollouts_however_many_samples_each_became(new_policy: 
     samples = attempts((1.0, 0.0, 1.0), (0.0, 1.0, 0.0), (1.0, 1.0, 0.0), (0.5, 1.0, 1.0))
     for sample in samples:
         sample.rollout_id = sample.group_index * 2 + (sample.index % 3 > 0)  # the second and third are one rollout
-    reports = list(train(samples, new_policy(), given(prompts=2)))
+    reports = list(train(samples, Models(new_policy()), given(prompts=2)))
     assert [len(report.samples) for report in reports] == [6, 6]
     assert [report.metrics["train/global_batch_size"] for report in reports] == [4, 4]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST, remove_made
 from slimectl.data.run_dir import write_folder
@@ -96,23 +96,21 @@ class PeriodicReference:
 
 NOT_OF_THE_MODEL = "".join(f"/{name}\n" for name in (f"{TRAINER_STATE}/", "critic/", MANIFEST))
 """Content of .gitignore for a saved model: files that do not belong to the model itself."""
-Field = Literal["ref_log_probs", "teacher_log_probs"]
 
 
 @dataclass
 class TrainableModels:
     """Policy and critic, initialized from the model in `folder`, and the models whose log-probabilities they need.
 
-    A reward model is policy and critic in one. `asked` has the model for each log-probability field of samples.
-    A run that samples has `reference` and `teacher` instead, because it calls them for every sample.
+    A reward model is policy and critic in one. `frozen` has the models that score responses, by their names in
+    scoring passes. A run that samples may update its `reference`.
     """
 
     folder: Path
     policy: Any
     critic: Any
-    asked: dict[Field, LogProbModel] = field(default_factory=dict)
+    frozen: dict[str, LogProbModel] = field(default_factory=dict)
     reference: Policy | None = None
-    teacher: LogProbModel | None = None
     total_steps: int | None = None
     """Expected number of training steps, at which a schedule ends."""
 
@@ -133,7 +131,7 @@ class TrainableModels:
             self.critic.save(path / "critic")
 
     def close(self) -> None:
-        for part in (self.policy, *self.asked.values(), self.reference, self.teacher, self.separate_critic):
+        for part in (self.policy, *self.frozen.values(), self.separate_critic):
             if part is not None:
                 part.close()
 
@@ -146,8 +144,10 @@ def sampling_models(settings: Settings, folder: Path, *, executor: Executor) -> 
             folder, policy(settings, folder, total_steps=steps, executor=executor), None, total_steps=steps
         )
         opened.callback(models.close)
-        models.reference = reference(settings, folder, executor=executor)
-        models.teacher = teacher(settings, folder, executor=executor)
+        if (ref_model := reference(settings, folder, executor=executor)) is not None:
+            models.reference = models.frozen["reference"] = ref_model
+        if (teacher_model := teacher(settings, folder, executor=executor)) is not None:
+            models.frozen["teacher"] = teacher_model
         models.critic = critic(settings, folder, executor=executor)
         opened.pop_all()
     return models
@@ -169,8 +169,8 @@ def trainable_models(
     models = TrainableModels(folder, trained, values, total_steps=steps)
     # The score stage computes the KL divergence, unless a reference is part of the algorithm itself.
     if Need.PAIRS in algorithm.needs and (ref_model := reference(settings, folder, executor=executor)):
-        models.asked["ref_log_probs"] = ref_model
+        models.frozen["reference"] = ref_model
     options = algorithm.teacher_options
     if options and (options.load or options.urls) and (teacher_model := teacher(settings, folder, executor=executor)):
-        models.asked["teacher_log_probs"] = teacher_model
+        models.frozen["teacher"] = teacher_model
     return models

@@ -1,0 +1,31 @@
+"""Scoring passes: log-probabilities of responses that an algorithm reads from another model, or on another prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from slimectl.types import Sample
+
+
+def _own_tokens(samples: Sequence[Sample]) -> list[list[int] | None]:
+    """Return the tokens of every sample: its response on its own prompt."""
+    return [sample.tokens for sample in samples]
+
+
+@dataclass(frozen=True)
+class ScoringPass:
+    """A model scores the responses of a round before its updates. The log-probabilities go into a field of the samples.
+
+    `tokens` gets the samples of a round. For each it returns a prompt that ends with the sample's response, or None for
+    a sample that is not scored.
+    """
+
+    model: Literal["policy", "reference", "teacher"]
+    field: Literal["ref_log_probs", "teacher_log_probs"]
+    tokens: Callable[[Sequence[Sample]], Sequence[list[int] | None]] = _own_tokens
+
+
+REFERENCE = ScoringPass("reference", "ref_log_probs")
+TEACHER = ScoringPass("teacher", "teacher_log_probs")
