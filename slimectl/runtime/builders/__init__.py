@@ -1,15 +1,14 @@
 """Builds components from settings. Only this package refers to adapters by name, and it imports each on first use.
 
 The modules of this package are also imported on first use, so a command imports only what it builds. `__init__.pyi`
-lists every name that other packages use, with its module.
+lists their names.
 """
 
-import re
 from importlib import import_module
 from pathlib import Path
 
 _STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-_MODULES = {name: module for module, name in re.findall(r"^from (\S+) import (\w+) as", _STUB, re.MULTILINE)}
+_MODULES = {line.split()[3]: line.split()[1] for line in _STUB.splitlines()}
 
 __all__ = [*_MODULES]
 
