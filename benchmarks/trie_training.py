@@ -34,7 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import Tensor
 
-from slimectl.algorithms.prefix_trie import build_tries
+from slimectl.algorithms.packing import build_tries
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
@@ -91,7 +91,7 @@ class Recorder:
 
     async def ask(self, session: Any, messages: list[dict[str, Any]], n: int = 1) -> str:
         """Ask for `n` answers; returns the text of the last, which is appended to the messages."""
-        from slimectl.agents.chat_request import ChatRequest
+        from slimectl.chats.requests import ChatRequest
 
         reply = await session.answer(ChatRequest(list(messages), max_tokens=self.options.answer, n=n))
         text = str(reply.answers[-1].parts.content or "")
