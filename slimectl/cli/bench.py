@@ -185,9 +185,9 @@ def phases(result: SeedResult) -> str:
 
 def show_median(task: BenchmarkTask, results: Sequence[SeedResult], as_json: bool) -> None:
     """Print the median over seeds. A seed that did not reach the target counts as infinite."""
-    from statistics import median
+    import statistics
 
-    cpu_s = median(result.cpu_s if result.reached else math.inf for result in results)
+    cpu_s = statistics.median(result.cpu_s if result.reached else math.inf for result in results)
     reached = sum(result.reached for result in results)
     if as_json:
         median = cpu_s if math.isfinite(cpu_s) else None

@@ -10,8 +10,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from slimectl.cli.inspect import Selection
 from slimectl.cli.inspect_samples import THRESHOLD, compact, indexed
+from slimectl.cli.options import Selection
 from slimectl.cli.run_summary import CURVES, run_facts, skipped_settings
 from slimectl.cli.terminal import has_colours, one_line, paint, safe_json, sparkline, visible, width
 from slimectl.cli.viewer import queries

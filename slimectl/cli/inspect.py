@@ -2,53 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from slimectl.cli import tokens
-from slimectl.cli.options import SETTINGS, AsJson, CommonOptions, with_options
+from slimectl.cli.options import SETTINGS, CommonOptions, Selection, with_options
 from slimectl.errors import SettingsError
-from slimectl.system import stdio
 from slimectl.system.model_files import follow_links
-
-if TYPE_CHECKING:
-    from slimectl.cli.viewer.library import Library, SamplesFile
-
-
-@dataclass
-class Selection:
-    """Which samples `slimectl inspect` shows, and how."""
-
-    rows: Annotated[int, typer.Option("--rows", help="Number of samples to print", min=0)] = 3
-    condition: Annotated[
-        str, typer.Option("--where", metavar="EXPR", help="Filter samples: \"reward < 0.5 and 'so' in response\"")
-    ] = ""
-    sort: Annotated[
-        str, typer.Option("--sort", metavar="FIELD", help="Sort samples by a field. -FIELD sorts in descending order")
-    ] = ""
-    color_by: Annotated[
-        str, typer.Option("--color-by", metavar="NUMBER", help=f"Colour tokens by {', '.join(tokens.NAMES)}")
-    ] = ""
-    as_json: AsJson = False
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Explain each reward by grading again with the run's verifier")
-    ] = False
-    model: str | None = None
-    """Folder of the tokenizer, overrides the files' manifests."""
-    _decoders: dict[Path | None, Any] = field(default_factory=dict)
-
-    def decoder(self, library: Library, file: SamplesFile) -> Any:
-        """Return the decoder of a file's tokens, or None if it has none, which is logged once."""
-        folder = Path(self.model) if self.model else library.model_folder(file)
-        if folder not in self._decoders:
-            self._decoders[folder] = tokens.decoder(folder)
-            if self._decoders[folder] is None:
-                reason = f"the tokenizer of {folder} cannot be loaded" if folder else "no manifest names the model"
-                stdio.note(f"{file.path}: {reason}, so tokens are shown as numbers. Add --model DIR")
-        return self._decoders[folder]
 
 
 @with_options("paths rows condition sort prompt follow diff explain color_by mask model", SETTINGS, "as_json")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from slimectl.cli.chat_text import messages_text
-from slimectl.cli.inspect import Selection
+from slimectl.cli.options import Selection
 from slimectl.cli.score import explanation_text
 from slimectl.cli.terminal import has_colours, one_line, safe_json, sparkline, visible, width
 from slimectl.cli.tokens import legend, tokens_text
