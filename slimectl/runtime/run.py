@@ -107,7 +107,7 @@ class TrainingRun:
         self.rounds.check_inputs()
         if not resume:
             self.folder.check_start()
-        self.recorder.data = builders.data_identities(self.settings, self.rounds.paths)
+        self.recorder.data = builders.data_identities(self.settings.eval, self.rounds.paths)
         files = [
             entry for names in self.recorder.data.values() for source in names for entry in source.get("files", ())
         ]
