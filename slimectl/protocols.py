@@ -282,7 +282,7 @@ class WeightUpdateClient(Protocol):
 
 
 class WeightSync(Protocol):
-    """Transfers the policy's weights to the engines."""
+    """Transfers the policy's weights to the engines. By default, `sleep`, `wake` and `close` do nothing."""
 
     def push(self) -> Metrics:
         """Push the weights to all engines and return metrics of the transfer: "bytes" and others.
@@ -293,15 +293,15 @@ class WeightSync(Protocol):
 
     def sleep(self) -> None:
         """Release the engines' GPU memory for the trainer. They get no requests until `wake`."""
-        ...
+        return
 
     def wake(self) -> None:
         """Allocate the engines' GPU memory again. The next push loads their weights."""
-        ...
+        return
 
     def close(self) -> None:
         """Remove files, process groups and shared memory."""
-        ...
+        return
 
 
 class RankPipe(Protocol):

@@ -6,9 +6,10 @@ R rows · a band is a block of rows that stays together · E experts · F width 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from slimectl.errors import CheckpointError
 
@@ -38,21 +39,24 @@ def _stack(parts: Sequence[Tensor], *, dim: int) -> Tensor:
     return torch.stack(list(parts), dim=dim)
 
 
-class Merge(Protocol):
-    """Merge of Hugging Face tensors into one. It is exact and reversible: values are moved, not changed.
+class Merge(ABC):
+    """Merge of Hugging Face tensors into one, by rows. It is exact and reversible: values are moved, not changed.
 
     `whole` may return memory from `empty`.
     """
 
+    @abstractmethod
     def whole(self, parts: Sequence[Tensor], empty: Empty | None = None) -> Tensor: ...
 
+    @abstractmethod
     def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]: ...
 
-    def shape(self, shapes: Sequence[Shape]) -> Shape: ...
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 @dataclass(frozen=True)
-class Identity:
+class Identity(Merge):
     """A single tensor, unchanged."""
 
     def whole(self, parts: Sequence[Tensor], empty: Empty | None = None) -> Tensor:
@@ -61,12 +65,9 @@ class Identity:
     def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
         return (merged,)
 
-    def shape(self, shapes: Sequence[Shape]) -> Shape:
-        return shapes[0]
-
 
 @dataclass(frozen=True)
-class ConcatRows:
+class ConcatRows(Merge):
     """Tensors concatenated by rows, such as gate over up."""
 
     def whole(self, parts: Sequence[Tensor], empty: Empty | None = None) -> Tensor:
@@ -76,12 +77,9 @@ class ConcatRows:
         split: tuple[Tensor, ...] = merged.split([shape[0] for shape in shapes])
         return split
 
-    def shape(self, shapes: Sequence[Shape]) -> Shape:
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
-
 
 @dataclass(frozen=True)
-class InterleaveGroups:
+class InterleaveGroups(Merge):
     """Row bands interleaved by groups: for each group, its band of every tensor, in order.
 
     With query, key and value projections and one group per key-value head this is Megatron's fused QKV,
@@ -99,12 +97,9 @@ class InterleaveGroups:
         sizes = [shape[0] // self.groups for shape in shapes]
         return tuple(band.flatten(0, 1) for band in bands.split(sizes, dim=1))
 
-    def shape(self, shapes: Sequence[Shape]) -> Shape:
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
-
 
 @dataclass(frozen=True)
-class InterleaveGatedGroups:
+class InterleaveGatedGroups(Merge):
     """InterleaveGroups of query, gate, key and value, if query and gate are one tensor: [q | gate] of each head.
 
     `dim` is the width of a head. Megatron's fused QKV with an output gate is, for each group,
@@ -128,12 +123,9 @@ class InterleaveGatedGroups:
         pairs = _stack([part.reshape(-1, self.dim, *part.shape[1:]) for part in (query, gate)], dim=1)
         return (pairs.flatten(0, 2), *key_and_value)
 
-    def shape(self, shapes: Sequence[Shape]) -> Shape:
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
-
 
 @dataclass(frozen=True)
-class Deinterleave:
+class Deinterleave(Merge):
     """Tensors interleaved by groups, deinterleaved: all groups' first bands, then all second ones, and so on.
 
     `bands` are the rows of every band of one group, tensor by tensor. Qwen3-Next keeps [q | k | v | z] of each key
@@ -153,9 +145,6 @@ class Deinterleave:
     def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
         band_iterator = iter(merged.split([self.groups * rows for bands in self.bands for rows in bands]))
         return tuple(InterleaveGroups(self.groups).whole([next(band_iterator) for _ in bands]) for bands in self.bands)
-
-    def shape(self, shapes: Sequence[Shape]) -> Shape:
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,12 @@ def known_family(model_type: object) -> Family | None:
     return next((family for family in FAMILIES.values() if model_type in family.model_types), None)
 
 
+def tower_of(model_type: object) -> Tower | None:
+    """Return the vision tower of the models of a family, or None for text models."""
+    family = known_family(model_type)
+    return None if family is None or family.name != model_type else family.tower
+
+
 def family_of(config: Config) -> Family:
     """Look up the family of a configuration. Raises CheckpointError for an unknown model_type."""
     model_type = config.get("model_type", "")

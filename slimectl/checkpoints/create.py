@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slimectl.architectures.registry import known_family
+from slimectl.architectures.registry import tower_of
 from slimectl.errors import SettingsError
 
 CHATML = (
@@ -83,8 +83,8 @@ def create_model(
 def _write_image_processor(path: Path, config: Any, sizes: Mapping[str, int]) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    family, vision = known_family(config.model_type), config.vision_config
-    by_half = family is not None and family.tower is not None and family.tower.normalized_by_half
+    tower, vision = tower_of(config.model_type), config.vision_config
+    by_half = tower is not None and tower.normalized_by_half
     cell = (vision.patch_size * vision.spatial_merge_size) ** 2
     Qwen2VLImageProcessorPil(
         **({"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if by_half else {}),

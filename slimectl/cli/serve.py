@@ -105,7 +105,7 @@ def _serve_until_signal(settings: Settings, options: ServeOptions) -> tuple[int,
     remove_orphans()
     folder = builders.model_folder(settings.model.path, verify=settings.model.verify)
     _import_models()
-    key, drawn = serving.admin_key(settings)
+    key, drawn = serving.admin_key(settings.engine)
     with ExitStack() as ending:
         at = ending.enter_context(bound(options.host, options.port))
         bound_port = at.getsockname()[1]
@@ -117,7 +117,7 @@ def _serve_until_signal(settings: Settings, options: ServeOptions) -> tuple[int,
             recording = ending.enter_context(_sample_writer(options.record, settings, folder))
         if drawn:
             lines.append(ending.enter_context(serving.left_key(key, bound_port)))
-        if exposed := serving.exposure(settings, options.host):
+        if exposed := serving.exposure(settings.engine, options.host):
             lines.append(exposed)
         serves = serving.ServingOptions(
             host=options.host,

@@ -173,8 +173,8 @@ def _head(model: ResidentModel, run: Run) -> Figure:
     # Logits and log-probabilities of this chunk and the previous one, of which bfloat16 has a copy.
     bytes_per_element = 14 if c == 2 else 12
     formula += f" + chunks of logits {bytes_per_element} x 2^23 + {gradients_formula}"
-    kept = 4 * min(KEPT_LOGITS, R * V)
-    return Figure("head", hidden + kept + bytes_per_element * chunk + gradients, "bytes", formula)
+    logits = 4 * min(KEPT_LOGITS, R * V)
+    return Figure("head", hidden + logits + bytes_per_element * chunk + gradients, "bytes", formula)
 
 
 def _backward(model: ResidentModel, run: Run, stage: int, head: float, gathered: float) -> Figure:
@@ -194,9 +194,9 @@ def _recomputed(architecture: Architecture, run: Run, stage: int) -> float:
     """Bytes per token that backward recomputes in one layer, for the largest layer of the stage."""
     if run.recompute == "none":
         return 0.0
-    whole = map(activations.size, _stage_layers(architecture, replace(run, recompute="none"), stage))
+    sizes = map(activations.size, _stage_layers(architecture, replace(run, recompute="none"), stage))
     saved = map(activations.size, _stage_layers(architecture, run, stage))
-    return max(size - (0 if run.recompute == "full" else rest) for size, rest in zip(whole, saved, strict=True))
+    return max(size - (0 if run.recompute == "full" else rest) for size, rest in zip(sizes, saved, strict=True))
 
 
 def _layer_backward(model: ResidentModel, run: Run) -> tuple[float, str]:

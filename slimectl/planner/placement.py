@@ -107,11 +107,11 @@ class Placement:
                 f" machines of {machine} GPUs (cluster.num_gpus_per_node) one after the other. {self._suggest_actors()}"
             )
         if (large := next((part.gpus for part in self.parts if part.gpus > machine), None)) is not None:
-            whole = nearest_valid(large, range(machine, 2 * large + 1), lambda size: size % machine == 0)
+            sizes = nearest_valid(large, range(machine, 2 * large + 1), lambda size: size % machine == 0)
             yield (
                 f"{ENGINE_SIZE}: {large}, but a machine has {machine} GPUs"
                 f" (cluster.num_gpus_per_node), and a larger engine needs whole machines. Use"
-                f" {' or '.join(map(str, whole))}."
+                f" {' or '.join(map(str, sizes))}."
             )
         elif (engine := self._first_spanning_engine()) is not None:
             size = self.engine_gpus[engine]

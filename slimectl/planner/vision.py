@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slimectl.architectures.config import Config
-from slimectl.architectures.registry import FAMILIES
+from slimectl.architectures.registry import tower_of
 from slimectl.planner.workload import Figure, Run, counted, parameters
 
 
@@ -40,16 +40,16 @@ class VisionTower:
     @classmethod
     def of(cls, config: Config) -> VisionTower | None:
         """Return the tower of a complete configuration, or None for a model whose images are not read."""
-        family = FAMILIES.get(config.get("model_type", ""))
-        if family is None or family.tower is None or "vision_config" not in config:
+        tower = tower_of(config.get("model_type"))
+        if tower is None or "vision_config" not in config:
             return None
-        vision = {**family.tower.defaults, **config["vision_config"]}
+        vision = {**tower.defaults, **config["vision_config"]}
         merge, patch, depth = vision["spatial_merge_size"], vision["patch_size"], vision["depth"]
         window = vision.get("window_size")  # None: all blocks attend to whole images
         return cls(
             blocks=depth,
             global_blocks=depth if window is None else len({i for i in vision["fullatt_block_indexes"] if i < depth}),
-            is_gated=family.tower.gated,
+            is_gated=tower.gated,
             width=vision["hidden_size"],
             inner=vision["intermediate_size"],
             heads=vision["num_heads"],

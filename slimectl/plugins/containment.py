@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dis
 import os
@@ -63,6 +62,8 @@ def is_users(error: BaseException, *, suspended: bool = False) -> bool:
 
     `suspended`: the error came out of a coroutine.
     """
+    import asyncio  # a fifth of what a command costs that only prints help
+
     if isinstance(error, Exception):
         return True
     if isinstance(error, asyncio.CancelledError):

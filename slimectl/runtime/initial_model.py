@@ -84,7 +84,7 @@ def check_sources(settings: Settings, sources: Sequence[list[str]], *, samples: 
     builders.check_policy(settings)
     if samples:
         builders.check_engine(settings)
-        builders.check_middlewares(settings, servers=settings.uses_servers)
+        builders.check_middlewares(settings.engine, servers=settings.uses_servers)
         if (config := configuration(settings)) is not None:
             builders.check_stop_tokens(settings, config)
     builders.check_trackers(settings)

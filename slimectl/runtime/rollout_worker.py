@@ -143,11 +143,12 @@ class RolloutService:
         self._pool: ServerPool | None = None
         try:
             self._pool = builders.server_pool(settings, model, executor=executor, folder=folder)
-            urls = builders.urls(settings)
+            urls = builders.urls(settings.engine)
             addresses, workers = (self._pool.addresses, self._pool.urls) if self._pool else (urls, urls)
             self._workers = builders.workers(settings, workers) if workers else None
             build = partial(RolloutWorker, sampler_settings, model, addresses=addresses, workers=workers)
-            self.sampler = executor.host(build, name="sampler", gpus=0.0 if workers else builders.engine_gpus(settings))
+            gpus = 0.0 if workers else builders.engine_gpus(settings.engine)
+            self.sampler = executor.host(build, name="sampler", gpus=gpus)
         except BaseException:
             self.close()
             raise

@@ -8,7 +8,7 @@ from typing import Any
 
 from slimectl.architectures import cards
 from slimectl.architectures.config import with_defaults
-from slimectl.architectures.registry import FAMILIES
+from slimectl.architectures.registry import tower_of
 from slimectl.data.run_dir import write_folder
 from slimectl.errors import SlimectlError
 from slimectl.runtime import builders
@@ -107,9 +107,8 @@ def create_model(settings: Settings) -> str:
     language = cards.language_model(config)
     model_type = str(config.get("model_type"))
     card, has_tokenizer = None, False
-    family = FAMILIES.get(model_type)
-    if (family is not None and family.tower is not None) or "vision_config" in config:
-        card = OTHER_FAMILY if family is None or family.tower is None else family.tower.tiny_card
+    if (tower := tower_of(model_type)) is not None or "vision_config" in config:
+        card = OTHER_FAMILY if tower is None else tower.tiny_card
     elif model_type not in builders.embedded_families():
         card = OTHER_FAMILY
     if card is not None:

@@ -10,12 +10,17 @@ import pytest
 
 from slimectl.engines.sglang.disaggregation import check_transfer
 from slimectl.errors import BackendError, SettingsError
+from slimectl.runtime.builders.engines import engine_backend
 from slimectl.runtime.builders.executors import placement
-from slimectl.runtime.builders.servers import _router_policy, _server, _specs
+from slimectl.runtime.builders.servers import _router_policy, _server
 from slimectl.settings.layers import Layer
 from slimectl.settings.loading import resolve
 
 MODEL = Path("models/policy")
+
+
+def specs_of(settings: Any) -> list[Any]:
+    return engine_backend(settings).specs(settings, MODEL)
 
 
 def given(**sections: Any) -> Any:
@@ -24,7 +29,7 @@ def given(**sections: Any) -> Any:
 
 def test_alike_servers_are_behind_a_router_that_knows_prefixes():
     settings = given(engine={"backend": "sglang", "num_engines": 3}, cluster={"rollout_num_gpus_per_engine": 2})
-    specs = _specs(settings, MODEL)
+    specs = specs_of(settings)
     assert [(spec.name, spec.tensor_parallel, spec.role) for spec in specs] == [
         ("engine-0", 2, "regular"), ("engine-1", 2, "regular"), ("engine-2", 2, "regular")
     ]  # fmt: skip
@@ -35,7 +40,7 @@ def test_alike_servers_are_behind_a_router_that_knows_prefixes():
 
 def test_prefill_and_decode_are_servers_of_their_own():
     settings = given(engine={"backend": "sglang", "num_engines": 3}, sglang={"prefill_num_servers": 1})
-    specs = _specs(settings, MODEL)
+    specs = specs_of(settings)
     roles = [("prefill-0", "prefill"), ("decode-0", "decode"), ("decode-1", "decode")]
     assert [(spec.name, spec.role) for spec in specs] == roles
     assert _router_policy(settings) == "cache_aware"
@@ -90,7 +95,7 @@ def test_an_engine_over_machines_is_refused_where_it_cannot_be(others: dict[str,
 
 def test_an_engine_over_machines_has_a_part_on_each():
     settings = given(cluster=TWO_MACHINES | {"executor": "ray"}, engine={"backend": "sglang", "num_engines": 2})
-    assert [part.name for spec in _specs(settings, MODEL) for part in spec.parts()] == [
+    assert [part.name for spec in specs_of(settings) for part in spec.parts()] == [
         "engine-0", "engine-0-node-1", "engine-1", "engine-1-node-1"
     ]  # fmt: skip
     assert [part.gpus for part in placement(settings).parts] == [1, 1, 1, 1]
@@ -102,7 +107,7 @@ def test_groups_of_engines_have_the_gpus_that_each_names():
         {"name": "judge", "model": "models/judge", "num_gpus_per_engine": 4},
     ]
     settings = given(cluster={"rollout_num_gpus_per_engine": 2}, sglang={"server_groups": groups})
-    assert [(spec.name, spec.gpus) for spec in _specs(settings, MODEL)] == [
+    assert [(spec.name, spec.gpus) for spec in specs_of(settings)] == [
         ("policy-0", 2), ("policy-1", 2), ("judge-0", 4)
     ]  # fmt: skip
     assert (placement(settings).engine_gpus, settings.rollout_gpus) == ((2, 2, 4), 8)
@@ -110,10 +115,10 @@ def test_groups_of_engines_have_the_gpus_that_each_names():
 
 def test_pipeline_stages_share_the_gpus_of_an_engine():
     settings = given(cluster={"rollout_num_gpus_per_engine": 4}, sglang={"args": {"pp_size": 2}})
-    (spec,) = _specs(settings, MODEL)
+    (spec,) = specs_of(settings)
     assert (spec.gpus, spec.tensor_parallel) == (4, 2)
     with pytest.raises(SettingsError, match="pp_size: 3 pipeline stages do not divide the 4 GPUs of engine"):
-        _specs(given(cluster={"rollout_num_gpus_per_engine": 4}, sglang={"args": {"pp_size": 3}}), MODEL)
+        specs_of(given(cluster={"rollout_num_gpus_per_engine": 4}, sglang={"args": {"pp_size": 3}}))
 
 
 def test_no_router_can_be_asked_for():
@@ -124,7 +129,7 @@ def test_no_router_can_be_asked_for():
 def test_a_judge_keeps_its_weights_and_needs_no_router():
     groups = [{"name": "policy"}, {"name": "judge", "model": "models/judge", "args": {"mem_fraction_static": 0.3}}]
     settings = given(sglang={"server_groups": groups, "args": {"mem_fraction_static": 0.8}})
-    policy, judge = _specs(settings, MODEL)
+    policy, judge = specs_of(settings)
     assert (policy.gets_weights, policy.args) == (True, {"mem_fraction_static": 0.8})
     assert (judge.gets_weights, judge.args, judge.model) == (False, {"mem_fraction_static": 0.3}, Path("models/judge"))
     assert settings.num_engines == 2
@@ -133,7 +138,7 @@ def test_a_judge_keeps_its_weights_and_needs_no_router():
 
 def test_engines_that_share_gpus_may_give_back_memory():
     settings = given(cluster={"colocate": True})
-    assert _specs(settings, MODEL)[0].args == {"enable_memory_saver": True}
+    assert specs_of(settings)[0].args == {"enable_memory_saver": True}
 
 
 def test_sglang_keys_without_sglang_are_refused():
@@ -143,7 +148,7 @@ def test_sglang_keys_without_sglang_are_refused():
 
 def test_an_embedded_server_is_slimectl_serve(tmp_path: Path):
     settings = given(engine={"backend": "embedded", "num_engines": 2, "dtype": "bfloat16"})
-    server = _server(settings, _specs(settings, MODEL)[1], log=tmp_path / "log", waiting=True)
+    server = _server(settings, specs_of(settings)[1], log=tmp_path / "log", waiting=True)
     command = server.program.command("127.0.0.1", 30001)
     assert command[1:4] == ["-m", "slimectl", "serve"]
     assert "--wait-for-weights" in command

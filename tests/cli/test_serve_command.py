@@ -25,6 +25,7 @@ from slimectl.errors import BackendError
 from slimectl.runtime import builders
 from slimectl.runtime.builders import serving
 from slimectl.settings import Settings
+from slimectl.settings.engine import EngineSettings
 
 pytestmark = pytest.mark.slow
 
@@ -153,9 +154,9 @@ def test_a_key_that_was_drawn_lies_where_its_user_alone_reads_it(
 
 def test_a_server_that_others_reach_says_what_is_open() -> None:
     closed = Settings.model_validate({"engine": {"api_key": "k"}})
-    assert serving.exposure(Settings(), "127.0.0.1") is serving.exposure(Settings(), "localhost") is None
-    assert serving.exposure(Settings(), "::1") is None
-    assert serving.exposure(closed, "10.0.0.5") == (
+    assert serving.exposure(EngineSettings(), "127.0.0.1") is serving.exposure(EngineSettings(), "localhost") is None
+    assert serving.exposure(EngineSettings(), "::1") is None
+    assert serving.exposure(closed.engine, "10.0.0.5") == (
         "10.0.0.5: other machines can reach this server, unencrypted, with the API key or the admin key."
     )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slimectl.engines.embedded.linear import Linear
+from slimectl.engines.embedded.linear import Linear, Storage
 from slimectl.engines.embedded.native import SOURCE, Kernels, SpanTable, load_kernels
 from slimectl.engines.embedded.prefix_tree import CachedSpan
 from slimectl.engines.embedded.weights import Weights
@@ -113,9 +113,7 @@ def test_products_are_those_of_torch(kernels: Kernels, dtype: torch.dtype, rows:
     layers = []
     for outputs, gates in (([21], False), ([48, 48], True), ([24, 24], True)):
         for with_kernels in (kernels, None):
-            layer = Linear(
-                40, outputs, bias=bias, dtype=dtype, device=CPU, packs=False, kernels=with_kernels, gates=gates
-            )
+            layer = Linear(40, outputs, Storage(dtype, CPU, with_kernels), bias=bias, gates=gates)
             layer.write(0, torch.randn(sum(outputs), 40, generator=torch.Generator().manual_seed(1)))
             if layer.bias_O is not None:
                 layer.bias_O.copy_(torch.arange(sum(outputs)) / 10)
@@ -170,7 +168,7 @@ def test_panels_hold_every_weight_once(
 def test_panels_follow_the_numbers_of_a_weight_that_changed(
     kernels: Kernels, dtype: torch.dtype, gates: bool, changes: int
 ) -> None:
-    layer = Linear(40, [64, 64], bias=True, dtype=dtype, device=CPU, packs=False, kernels=kernels, gates=gates)
+    layer = Linear(40, [64, 64], Storage(dtype, CPU, kernels), bias=True, gates=gates)
     weight_OI = torch.randn(128, 40).to(dtype)
     layer.write(0, weight_OI)
     indices_C = torch.randperm(60 * 40)[:changes].sort().values

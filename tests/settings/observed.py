@@ -162,8 +162,9 @@ def served(place: Workplace, settings: Settings) -> Lines:
     """Servers that would be started: specifications, command lines, environments, who watches them, their router."""
     from slimectl.executors.local import LocalExecutor
     from slimectl.runtime.builders import servers
+    from slimectl.runtime.builders.engines import engine_backend
 
-    specs, policy = servers._specs(settings, place.model), servers._router_policy(settings)
+    specs, policy = engine_backend(settings).specs(settings, place.model), servers._router_policy(settings)
     lines = [settings.engine.backend, f"router = {policy}", *(repr(spec) for spec in specs)]
     if settings.engine.backend != "embedded" or policy is not None:
         return lines  # their programs are installed in few places

@@ -22,9 +22,9 @@ from slimectl.checkpoints.safetensors_io import TensorMemory
 from slimectl.checkpoints.torch_dist.pickle_tree import (
     Construction,
     Persistent,
-    Reference,
     UnsafePickleError,
     parse_pickle,
+    reference_of,
 )
 
 MAX_DIRECTORY_BYTES = 64 * 1024
@@ -146,9 +146,10 @@ def _whole_storage(tree: Construction, shape: tuple[int, ...], dtype: torch.dtyp
         return None
     persistent, offset, size, stride = tree.arguments[:4]
     match persistent.name:
-        case ("storage", Reference(module="torch", name=kind), str(name), _, _):
+        case ("storage", kind, str(name), _, _):
             strides = torch.empty(shape, device="meta").stride()
-            is_whole = (kind, offset, size, stride) == (_STORAGE.get(dtype), 0, shape, strides)
+            expected = (("torch", _STORAGE.get(dtype)), 0, shape, strides)
+            is_whole = (reference_of(kind), offset, size, stride) == expected
             return name if is_whole else None
     return None
 

@@ -22,7 +22,8 @@ LAYOUT_FACTS = {
 TRACKER = "latest_checkpointed_iteration.txt"
 """File with the name of the latest iteration's folder: a number, or "release"."""
 
-MAX_METADATA_BYTES = 256 * 1024**2
+MAX_METADATA_BYTES = 128 * 1024**2
+"""A model of 120 000 expert tensors and their moments has about 95 MB."""
 MAX_LAYOUT_BYTES = 1024**2
 MAX_TRACKER_BYTES = 64
 
@@ -68,7 +69,7 @@ def _read_layout(folder: Path) -> dict[str, Any]:
 def read_metadata(folder: Path) -> Any:
     """Read torch's Metadata of the folder. Raises CheckpointError.
 
-    pickle_tree parses the pickle, and tables builds torch's objects. No name in it is looked up or called.
+    pickle_tree reads the pickle, and tables builds torch's objects. No name in it is looked up or called.
     """
     # Imported here, because commands without torch use the other functions of this module.
     from slimectl.checkpoints.torch_dist.pickle_tree import parse_pickle

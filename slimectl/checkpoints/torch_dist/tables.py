@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from slimectl.checkpoints.torch_dist.pickle_tree import Construction, Reference, UnsafePickleError
+from slimectl.checkpoints.torch_dist.pickle_tree import Construction, UnsafePickleError, reference_of
 from slimectl.system.model_files import plain_name
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -52,7 +52,7 @@ def metadata_of(tree: Any) -> Any:
 
 def _state(tree: Any, module: str, name: str) -> dict[Any, Any]:
     """Return the fields of an object, which must be of the class `name`."""
-    if not isinstance(tree, Construction) or tree.reference != Reference(module, name):
+    if not isinstance(tree, Construction) or tree.reference != (module, name):
         raise UnsafePickleError(f"something else instead of a {name}")
     return _dict({} if tree.state is None else tree.state)
 
@@ -78,7 +78,7 @@ def _number(value: Any, description: str) -> int:
 
 
 def _size(value: Any) -> torch.Size:
-    if isinstance(value, Construction) and value.reference == Reference("torch", "Size") and len(value.arguments) == 1:
+    if isinstance(value, Construction) and value.reference == ("torch", "Size") and len(value.arguments) == 1:
         value = value.arguments[0]
     if not isinstance(value, tuple | list) or len(value) > MAX_DIMENSIONS:
         raise UnsafePickleError(f"a shape that is not a list of up to {MAX_DIMENSIONS} numbers")
@@ -89,7 +89,7 @@ def _entry(tree: Any) -> Any:
     """Build the metadata of one key: a tensor, or the bytes of an object."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorProperties, TensorStorageMetadata
 
-    if isinstance(tree, Construction) and tree.reference != Reference(_METADATA, "TensorStorageMetadata"):
+    if isinstance(tree, Construction) and tree.reference != (_METADATA, "TensorStorageMetadata"):
         return BytesStorageMetadata()
     state = _state(tree, _METADATA, "TensorStorageMetadata")
     size = _size(state.get("size"))
@@ -102,11 +102,11 @@ def _entry(tree: Any) -> Any:
 
 def _dtype(properties: Any) -> torch.dtype:
     """Return the dtype of a tensor: the first entry of its properties, which are pickled as a tuple."""
-    if not isinstance(properties, Construction) or properties.reference != Reference(_METADATA, "TensorProperties"):
+    if not isinstance(properties, Construction) or properties.reference != (_METADATA, "TensorProperties"):
         raise UnsafePickleError("something else instead of TensorProperties")
     state = properties.state
-    reference = state[0] if isinstance(state, tuple) and state else _dict(state).get("dtype")
-    if not isinstance(reference, Reference) or reference.module != "torch" or reference.name not in DTYPES:
+    reference = reference_of(state[0] if isinstance(state, tuple) and state else _dict(state).get("dtype"))
+    if reference is None or reference.module != "torch" or reference.name not in DTYPES:
         raise UnsafePickleError("a dtype that is not one of " + ", ".join(DTYPES))
     dtype: torch.dtype = DTYPES[reference.name]
     return dtype

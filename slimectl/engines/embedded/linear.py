@@ -6,6 +6,7 @@ N rows · O outputs · I inputs · R outputs of a part of the weight · C change
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -39,40 +40,52 @@ def _product(rows_NI: Tensor, packed_OI: Tensor, bias_O: Tensor | None) -> Tenso
     return torch.ops.mkldnn._linear_pointwise.default(rows_NI, packed_OI, bias_O, "none", [], "")  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class Storage:
+    """Where weights are kept, and what multiplies them."""
+
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Kernels | None = None
+    packs: bool = False
+    """Whether linear layers keep a copy packed by oneDNN."""
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, device: torch.device, kernels: Kernels | None) -> Storage:
+        """Return the fastest storage with these kernels."""
+        multiplies = kernels is not None and kernels.multiplies
+        return cls(dtype, device, kernels, packs=not multiplies and can_pack(dtype, device))
+
+    def tensor(self, *shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=self.dtype, device=self.device)
+
+
 class Linear:
     """One product for several stacked weights (q, k and v, or gate and up) with concatenated outputs.
 
     Weights are written and read by rows, one row per output. `bias_parts` are views of the bias. Call `refresh` after
-    changing weights or bias. If the `kernels` multiply, the weights exist only in their panels. Otherwise they are in
-    one tensor, and `packs` adds a packed copy for oneDNN. A layer that `gates` must be called through `gated`.
+    changing weights or bias. If the storage's kernels multiply, the weights exist only in their panels. Otherwise they
+    are in one tensor, and oneDNN may have a packed copy. A layer that `gates` must be called through `gated`.
     """
 
     def __init__(
-        self,
-        inputs: int,
-        outputs: Sequence[int],
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        packs: bool,
-        kernels: Kernels | None = None,
-        gates: bool = False,
+        self, inputs: int, outputs: Sequence[int], storage: Storage, *, bias: bool = False, gates: bool = False
     ) -> None:
         self.inputs, self.outputs = inputs, sum(outputs)
         self.starts = [sum(outputs[:i]) for i in range(len(outputs))]
         """First output of each of the stacked weights."""
-        self.bias_O = torch.empty(self.outputs, dtype=dtype, device=device) if bias else None
+        self.bias_O = storage.tensor(self.outputs) if bias else None
         self.bias_parts = () if self.bias_O is None else torch.split(self.bias_O, list(outputs))
-        self._kernels, self._gates, self._packs = kernels, gates, packs
-        self._small = dtype == torch.float32 and self.outputs * inputs < SMALL
+        kernels = self._kernels = storage.kernels
+        self._gates, self._packs = gates, storage.packs
+        self._small = storage.dtype == torch.float32 and self.outputs * inputs < SMALL
         self._panels: Panels | None = None
         self._packed: Tensor | None = None
         if kernels is not None and kernels.multiplies and inputs % kernels.step == 0:
             gates = gates and outputs[0] % (kernels.panel_outputs // 2) == 0
             self._panels = kernels.new_panels(self.outputs, inputs, bias=bias, gated=gates)
         else:
-            self._weight_OI = torch.empty(self.outputs, inputs, dtype=dtype, device=device)
+            self._weight_OI = storage.tensor(self.outputs, inputs)
 
     @property
     def count(self) -> int:

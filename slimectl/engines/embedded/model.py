@@ -21,6 +21,7 @@ from slimectl.architectures.image_tokens import ImageTokens
 from slimectl.architectures.registry import FAMILIES, known_family
 from slimectl.engines.embedded.attention import Decode, Prefill, Rope
 from slimectl.engines.embedded.kv_cache import Cache
+from slimectl.engines.embedded.linear import Storage
 from slimectl.engines.embedded.mlp import Experts, Mlp
 from slimectl.engines.embedded.native import BlockShape, SpanTable, load_kernels
 from slimectl.engines.embedded.pictures import PictureInputs, Pictures
@@ -132,7 +133,7 @@ class EngineModel:
         self._eps = float(config.rms_norm_eps)
         can_compile = compile_kernels and device.type == "cpu" and self.head_dim % 16 == config.hidden_size % 8 == 0
         self._kernels = load_kernels(dtype) if can_compile else None
-        self.weights = Weights(whole, family, head_dim=self.head_dim, dtype=dtype, device=device, kernels=self._kernels)
+        self.weights = Weights(whole, family, Storage.of(dtype, device, self._kernels), head_dim=self.head_dim)
         self._block_shape = BlockShape(
             self.heads, self.kv_heads, self.head_dim, int(config.intermediate_size), self._eps
         )
@@ -223,7 +224,7 @@ class EngineModel:
 
     def padded_rows(self, rows: int) -> int:
         """Return the cheapest number of rows for a step of at least `rows` rows."""
-        return -(-rows // ROWS) * ROWS if self.weights.packs and rows > ROWS else rows
+        return -(-rows // ROWS) * ROWS if self.weights.storage.packs and rows > ROWS else rows
 
     def decode(self, inputs: Inputs, cache: Cache, *, rows: int) -> tuple[Tensor, Tensor | None]:
         """Return logits [B, V] after one more token in each of the first B slots, and the tokens' experts [B, L, k].

@@ -52,9 +52,9 @@ def check_delta(weights: Weights, delta: Delta) -> dict[str, TensorSlot]:
         if slot is None:
             continue
         names.add(weights.published_name(name))
-        if CODES.get(weights.dtype) != code or weights.device.type != "cpu":
+        if CODES.get(weights.storage.dtype) != code or weights.storage.device.type != "cpu":
             raise CheckpointError(
-                f"weights: {name} is {weights.dtype} on {weights.device} here, and {code} in the delta"
+                f"weights: {name} is {weights.storage.dtype} on {weights.storage.device} here, and {code} in the delta"
             )
         slots[name] = slot
     missing = weights.places.keys() - names

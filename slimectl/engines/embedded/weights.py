@@ -16,9 +16,8 @@ from torch import Tensor
 
 from slimectl.architectures.config_checks import OTHER_MODEL
 from slimectl.architectures.family import DECODER, TOWER, Family, is_on
-from slimectl.engines.embedded.linear import Linear, can_pack
+from slimectl.engines.embedded.linear import Linear, Storage
 from slimectl.engines.embedded.mlp import Experts, Mlp
-from slimectl.engines.embedded.native import Kernels
 from slimectl.engines.embedded.pictures import new_tower
 from slimectl.errors import CheckpointError
 
@@ -138,30 +137,17 @@ NamedTensors = Iterable[tuple[str, Tensor | FileTensor]]
 class Weights:
     """Storage that is allocated once and written in place."""
 
-    def __init__(
-        self,
-        config: Any,
-        family: Family,
-        *,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels | None = None,
-    ) -> None:
+    def __init__(self, config: Any, family: Family, storage: Storage, *, head_dim: int) -> None:
         self.tied = bool(config.tie_word_embeddings)
         vision = getattr(config, "vision_config", None)
         self._family = family
         decoder = "model." if vision is None else self.published_name(DECODER)
-        self.tower = None if vision is None else new_tower(config, dtype=dtype, device=device)
+        self.tower = None if vision is None else new_tower(config, dtype=storage.dtype, device=storage.device)
         self._config = config = config.get_text_config()
         self._values: dict[str, Any] = config.to_dict()
         self._sparse = family.expert_layers(self._values)
         self._head_dim = head_dim
-        self.dtype, self.device = dtype, device
-        self._tensor_options: dict[str, Any] = {"dtype": dtype, "device": device}
-        self._kernels = kernels
-        self.packs = not (kernels is not None and kernels.multiplies) and can_pack(dtype, device)
-        """Whether linear layers keep a copy packed by oneDNN."""
+        self.storage = storage
         self.places: dict[str, TensorSlot] = {}
         vocabulary, hidden = config.vocab_size, config.hidden_size
         self._embedding = embedding = f"{decoder}embed_tokens.weight"
@@ -173,7 +159,7 @@ class Weights:
                 place = TensorSlot(tuple(parameter.shape), parameter.data)
                 self.places[self.published_name(TOWER + name)] = place
         head = embedding.removesuffix(".weight") if self.tied else "lm_head"
-        self.head = self._linear(hidden, {head: vocabulary}, bias=False)
+        self.head = self._linear(hidden, {head: vocabulary})
 
     def embed(self, tokens_N: Tensor) -> Tensor:
         """Return the embeddings [N, E] of tokens as a new tensor."""
@@ -233,21 +219,13 @@ class Weights:
             yield name, place.read()
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
-        storage = torch.empty(*shape, **self._tensor_options)
-        self.places[name] = TensorSlot(shape, storage)
-        return storage
+        tensor = self.storage.tensor(*shape)
+        self.places[name] = TensorSlot(shape, tensor)
+        return tensor
 
-    def _linear(self, inputs: int, outputs: dict[str, int], *, bias: bool, gates: bool = False) -> Linear:
+    def _linear(self, inputs: int, outputs: dict[str, int], *, bias: bool = False, gates: bool = False) -> Linear:
         """Create one linear layer for the projections in `outputs`, a map from name to width."""
-        linear = Linear(
-            inputs,
-            list(outputs.values()),
-            bias=bias,
-            packs=self.packs,
-            kernels=self._kernels,
-            gates=gates,
-            **self._tensor_options,
-        )
+        linear = Linear(inputs, list(outputs.values()), self.storage, bias=bias, gates=gates)
         for (name, width), start in zip(outputs.items(), linear.starts, strict=True):
             self.places[f"{name}.weight"] = TensorSlot((width, inputs), linear=linear, first=start)
         for name, view in zip(outputs, linear.bias_parts, strict=False):
@@ -287,8 +265,8 @@ class Weights:
         assert experts is not None
         prefix = f"{prefix}{experts.prefix}."
         count, hidden, inner = experts.number(values), values["hidden_size"], values[experts.width]
-        gate_up_EIH = torch.empty(count, 2 * inner, hidden, **self._tensor_options)
-        down_EHF = torch.empty(count, hidden, inner, **self._tensor_options)
+        gate_up_EIH = self.storage.tensor(count, 2 * inner, hidden)
+        down_EHF = self.storage.tensor(count, hidden, inner)
         for expert in range(count):
             views = (gate_up_EIH[expert, :inner], gate_up_EIH[expert, inner:], down_EHF[expert])
             for name, view in zip(experts.names, views, strict=True):
@@ -298,7 +276,7 @@ class Weights:
 
     def _qk_norm(self, prefix: str, queries: int, keys: int) -> Tensor:
         """Create one table of both norms by head. Writing a [D] tensor to a view repeats it for every head."""
-        table_HD = torch.empty(queries + keys, self._head_dim, **self._tensor_options)
+        table_HD = self.storage.tensor(queries + keys, self._head_dim)
         for name, view in (("q_norm", table_HD[:queries]), ("k_norm", table_HD[queries:])):
             self.places[f"{prefix}{name}.weight"] = TensorSlot((self._head_dim,), view)
         return table_HD

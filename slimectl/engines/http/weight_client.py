@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from slimectl.engines.api_keys import NO_KEYS, ServerKeys
 from slimectl.errors import BackendError, StorageError
-from slimectl.protocols import Adapter
+from slimectl.protocols import Adapter, WeightUpdateClient
 from slimectl.system import shared_memory
 from slimectl.system.event_loop import run_coroutine
 from slimectl.system.http import Reply, parsed
@@ -71,16 +70,17 @@ class WorkerReply(Reply):
         return BackendError(f"engine at {self.url}: {self.path} was refused ({self.status}): {self.message}{hint}")
 
 
-class HttpWorkers:
+class HttpWorkers(WeightUpdateClient):
     """protocols.WeightUpdateClient over HTTP. `set_urls` replaces the workers and is thread-safe.
 
     A response may take `timeout_s`. Picklable. Do not use it inside a running event loop.
     """
 
+    urls: tuple[str, ...] = ()
+
     def __init__(self, urls: Sequence[str], *, timeout_s: float = 600.0, keys: ServerKeys = NO_KEYS) -> None:
         self.timeout_s = timeout_s
         self._keys = keys
-        self.urls: tuple[str, ...] = ()
         self._update_headers: dict[str, dict[str, str]] = {}
         self._mode = "abort"
         self._session_open = False
@@ -99,11 +99,7 @@ class HttpWorkers:
         self._update_headers |= {url: self._keys.headers(url, UPDATE_PATH) for url in workers}
         self.urls = workers
 
-    # --- steps that every kind of server implements ------------------------------------------------------------------
-
-    @property
-    def ranks(self) -> list[int]:
-        raise NotImplementedError
+    # --- steps that every kind of server implements, with those of WeightUpdateClient that are not below --------------
 
     @property
     def checksums_by_hf_name(self) -> bool:
@@ -111,12 +107,10 @@ class HttpWorkers:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether `load_tensors` uses shared memory on a CPU too, where it is the fastest transport."""
         return False
 
     @property
     def adapter_transports(self) -> Sequence[str]:
-        """Transports that all workers support for sending only an adapter."""
         return ()
 
     def _pause(self, mode: str) -> None:
@@ -131,36 +125,8 @@ class HttpWorkers:
         """Prepare for the first tensor."""
         raise NotImplementedError
 
-    def load_disk(self, folder: Path, *, version: str, delta: Path | None = None) -> None:
-        raise NotImplementedError
-
-    def load_tensors(self, tensors: Sequence[NamedTensor], *, version: str) -> None:
-        raise NotImplementedError
-
     def _join(self, group: dict[str, Any], offsets: dict[str, int]) -> None:
         """Join a process group. `offsets` has the first rank of every worker."""
-        raise NotImplementedError
-
-    def load_broadcast(
-        self, forms: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], *, name: str, version: str
-    ) -> None:
-        raise NotImplementedError
-
-    def leave(self, *, name: str) -> None:
-        raise NotImplementedError
-
-    def checksums(self) -> list[dict[str, str]]:
-        raise NotImplementedError
-
-    def randomize_weights(self) -> None:
-        raise NotImplementedError
-
-    def sleep(self) -> None:
-        """Release the memory of cache and weights, after ending requests in flight."""
-        raise NotImplementedError
-
-    def wake(self) -> None:
-        """Allocate the memory again. The next push restores the weights and resumes generation."""
         raise NotImplementedError
 
     # --- around an update ------------------------------------------------------------------------------------------
@@ -361,12 +327,12 @@ class SharedMemoryBlock:
         Returns the block's name and a table of [name, dtype, shape, offset].
         """
         start = torch.frombuffer(self._memory.buf, dtype=torch.uint8, count=1).data_ptr()
-        is_here = [bool(each.numel()) and 0 <= each.data_ptr() - start < self._end for _, each in tensors]
-        if not any(is_here):
+        are_here = [bool(tensor.numel()) and 0 <= tensor.data_ptr() - start < self._end for _, tensor in tensors]
+        if not any(are_here):
             self.clear()
         places = []
-        for (name, tensor), here in zip(tensors, is_here, strict=True):
-            stored = tensor if here else self.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
+        for (name, tensor), is_stored in zip(tensors, are_here, strict=True):
+            stored = tensor if is_stored else self.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
             offset = stored.data_ptr() - start if stored.numel() else 0
             assert 0 <= offset <= self._end - stored.nbytes, f"{name} is not in the block"
             places.append([name, dtype_name(stored.dtype), list(stored.shape), offset])

@@ -66,9 +66,9 @@ def check_transfer(args: Mapping[str, Any], python: str, *, device: str, roles: 
     result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     if result.returncode:
         error = (result.stderr.strip().splitlines() or ["no error message"])[-1]
-        wanted = CPU_BUILD if device == "cpu" and "mooncake" in backend else package
+        requirement = CPU_BUILD if device == "cpu" and "mooncake" in backend else package
         system = ", and apt-get install libibverbs1" if "libibverbs" in error else ""
         raise BackendError(
             f"sglang.args.{BACKEND}: {backend}: {python} cannot import {module} ({error}). Run: "
-            f"{python} -m pip install --no-deps {wanted}{system}"
+            f"{python} -m pip install --no-deps {requirement}{system}"
         )

@@ -174,7 +174,7 @@ class SglangWorkers(HttpWorkers):
     def _load_adapter(self, urls: Sequence[str], tensors: Sequence[NamedTensor], version: str, *, first: bool) -> None:
         """Send an adapter message as bytes in the request to bootstrap/adapter_loader.py in SGLang."""
         flat, places = flatten([(name, tensor.cpu()) for name, tensor in tensors])
-        table = [[each.name, dtype_name(each.dtype), list(each.shape), each.start_idx, each.end_idx] for each in places]
+        table = [[at.name, dtype_name(at.dtype), list(at.shape), at.start_idx, at.end_idx] for at in places]
         header = {"adapter": self._adapter, "tensors": table, "first": first, "last": not version.endswith(INCOMPLETE)}
 
         def body(url: str) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def in_threads(
         except BaseException as error:
             outcomes.put((number, None, error))
 
-    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(servers)]
+    threads = [threading.Thread(target=run, args=(i, server), daemon=True) for i, server in enumerate(servers)]
     for thread in threads:
         thread.start()
     return threads, outcomes

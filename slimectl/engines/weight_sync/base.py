@@ -204,8 +204,8 @@ class Stopwatch:
         self.seconds = time.perf_counter() - self._started
 
 
-class InProcessSync:
-    """protocols.WeightSync into one engine, under the policy's version."""
+class InProcessSync(WeightSync):
+    """Pushes into one engine of this process, which keeps its memory and leaves nothing to remove."""
 
     def __init__(self, policy: Policy, engine: WeightReceiver) -> None:
         self.policy = policy
@@ -223,15 +223,6 @@ class InProcessSync:
         started = time.perf_counter()
         self.engine.load_weights(counted_weights(), version=self.policy.weight_version)
         return {"bytes": float(sum(sizes)), "pause_time": time.perf_counter() - started}
-
-    def sleep(self) -> None:
-        """Do nothing: the engine keeps its memory."""
-
-    def wake(self) -> None:
-        """Do nothing: the engine has kept its memory."""
-
-    def close(self) -> None:
-        """Do nothing: no resource outlives the process."""
 
 
 class WeightSynchronizer:

@@ -173,11 +173,11 @@ class EmbeddedBackend(EngineBackend):
 
         engine = settings.engine
         names = ("max_running_requests", "prefix_cache_gib")
-        own: dict[str, Any] = {f"engine.{name}": getattr(engine, name) for name in names}
+        more: dict[str, Any] = {f"engine.{name}": getattr(engine, name) for name in names}
         if engine.middleware_paths:
-            own["engine.middleware_paths"] = json.dumps(engine.middleware_paths)
+            more["engine.middleware_paths"] = json.dumps(engine.middleware_paths)
         options = server_options(settings, spec, log=log, waiting=waiting)
-        return serve_server(spec, options, settings=own, pause_timeout_s=settings.sync.timeout_s)
+        return serve_server(spec, options, settings=more, pause_timeout_s=settings.sync.timeout_s)
 
     def reporting_api(self, *, layers: int, choices: int) -> ServerApi:
         from slimectl.engines.sglang.api import SglangApi

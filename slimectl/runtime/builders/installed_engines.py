@@ -43,9 +43,9 @@ class InstalledBackend(EngineBackend):
             library.flags(spec.args, python)
 
     def server_args(self, settings: Settings) -> Mapping[str, Any]:
-        own: dict[str, Any] = getattr(settings, self.installed().section).args
+        args: dict[str, Any] = getattr(settings, self.installed().section).args
         memory = {self.memory_option: True} if settings.cluster.colocate else {}
-        return memory | ({ROUTING_OPTION: True} if settings.train.use_rollout_routing_replay else {}) | own
+        return memory | ({ROUTING_OPTION: True} if settings.train.use_rollout_routing_replay else {}) | args
 
 
 class SglangBackend(InstalledBackend):

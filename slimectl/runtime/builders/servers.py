@@ -23,6 +23,7 @@ from slimectl.runtime.builders.executors import executor_backend
 from slimectl.runtime.builders.models import convert, device, served_model
 from slimectl.runtime.builders.weight_sync import adapter_obstacle, keyed, pushed_precision, urls
 from slimectl.settings import Settings
+from slimectl.settings.engine import EngineSettings
 from slimectl.system.event_loop import run_coroutine
 from slimectl.system.stdio import logger, quantity
 
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
     from slimectl.protocols import Engine, Executor
 
 
-def engine_gpus(settings: Settings, gpus: int = 1) -> float:
+def engine_gpus(engine: EngineSettings, gpus: int = 1) -> float:
     """Return the GPUs of an engine process, which has `gpus` on its machine. Returns 0 on a CPU."""
-    return gpus if device(settings.engine.device) == "cuda" else 0.0
+    return gpus if device(engine.device) == "cuda" else 0.0
 
 
 def check_engine(settings: Settings) -> None:
@@ -63,9 +64,9 @@ def check_engine(settings: Settings) -> None:
         router_interpreter(settings.sglang.python)
 
 
-def check_middlewares(settings: Settings, *, servers: bool) -> None:
+def check_middlewares(engine: EngineSettings, *, servers: bool) -> None:
     """Load engine.middleware_paths. Raises HookError, or SettingsError if no engine of the settings is a server."""
-    if not settings.engine.middleware_paths:
+    if not engine.middleware_paths:
         return
     if not servers:
         raise SettingsError(
@@ -74,13 +75,13 @@ def check_middlewares(settings: Settings, *, servers: bool) -> None:
         )
     from slimectl.engines.server.middleware import middlewares
 
-    middlewares(settings.engine.middleware_paths)
+    middlewares(engine.middleware_paths)
 
 
 def check_stop_tokens(settings: Settings, config: Mapping[str, Any]) -> None:
     """Raise SettingsError for a stop token of [rollout] or [eval] outside the model's vocabulary."""
     sections = {"rollout": settings.rollout.stop_token_ids}
-    sections |= {f"eval.data.{name}": each.stop_token_ids or [] for name, each in settings.eval.datasets.items()}
+    sections |= {f"eval.data.{name}": data.stop_token_ids or [] for name, data in settings.eval.datasets.items()}
     for section, tokens in sections.items():
         check_ids(f"{section}.stop_token_ids", tokens, vocabulary=cards.language_model(dict(config))["vocab_size"])
 
@@ -105,7 +106,8 @@ def new_pool(settings: Settings, model: Path, *, executor: Executor, folder: Pat
     from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
 
     engine, logs, api_key = settings.engine, folder / "logs", keys(settings, ()).api_key
-    specs = [spec for spec in _specs(settings, served_model(settings, model)) if spec.gets_weights]
+    specs = engine_backend(settings).specs(settings, served_model(settings, model))
+    specs = [spec for spec in specs if spec.gets_weights]
 
     return ServerPool(
         lambda i: _hosted(settings, specs[i], executor=executor, logs=logs, waiting=waiting),
@@ -133,7 +135,9 @@ def auxiliary_servers(
 
     started: list[ServerPool] = []
     groups = [dict(group) for group in settings.sglang.server_groups]
-    companion_specs = {spec.name: spec for spec in _specs(settings, model) if not spec.gets_weights}
+    companion_specs = {
+        spec.name: spec for spec in engine_backend(settings).specs(settings, model) if not spec.gets_weights
+    }
     for group in groups:
         specs = [
             spec for name, spec in companion_specs.items() if name.rpartition("-")[0] == group.get("name", "engine")
@@ -164,16 +168,11 @@ def _hosted(settings: Settings, spec: ServerSpec, *, executor: Executor, logs: P
         executor.host(
             partial(_server, settings, part, log=logs / f"{part.name}.log", waiting=waiting),
             name=part.name,
-            gpus=engine_gpus(settings, spec.gpus // spec.nodes),
+            gpus=engine_gpus(settings.engine, spec.gpus // spec.nodes),
         )
         for part in spec.parts()
     ]
     return processes[0] if spec.nodes == 1 else NodeGroup(processes, engine_backend(settings).meeting_flags)
-
-
-def _specs(settings: Settings, model: Path) -> list[ServerSpec]:
-    """Return the specification of every server in the settings."""
-    return engine_backend(settings).specs(settings, model)
 
 
 def _server(settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
@@ -195,8 +194,9 @@ def _router_policy(settings: Settings) -> str | None:
     """Return sglang-router's policy, or None if the client balances requests itself."""
     policy: str = settings.engine.router
     if policy == "auto":
-        specs = [spec for spec in _specs(settings, Path("model")) if spec.gets_weights]
-        policy = engine_backend(settings).default_router if len(specs) > 1 else "none"
+        backend = engine_backend(settings)
+        specs = [spec for spec in backend.specs(settings, Path("model")) if spec.gets_weights]
+        policy = backend.default_router if len(specs) > 1 else "none"
     return None if policy == "none" else policy
 
 
@@ -210,7 +210,7 @@ def _router(settings: Settings, logs: Path) -> Any:
         policy,
         log=logs / "router.log",
         python=settings.sglang.python,
-        disaggregated=any(spec.role != "regular" for spec in _specs(settings, Path("model"))),
+        disaggregated=any(spec.role != "regular" for spec in engine_backend(settings).specs(settings, Path("model"))),
         request_timeout_s=settings.engine.request_timeout_s,
     )
 
@@ -266,7 +266,7 @@ def start_engines(settings: Settings, model: Path, tokenizer: Any) -> Iterator[E
     from slimectl.architectures.config import read_config
 
     check_stop_tokens(settings, read_config(model))
-    check_middlewares(settings, servers=settings.stage_uses_servers)
+    check_middlewares(settings.engine, servers=settings.stage_uses_servers)
     with ExitStack() as closing:
         if not engine_reads(settings, model):
             model = _converted(settings, model, closing.enter_context(TemporaryDirectory(prefix="slimectl-model-")))
@@ -278,7 +278,7 @@ def start_engines(settings: Settings, model: Path, tokenizer: Any) -> Iterator[E
         closing.callback(executor.close)
         folder = Path(closing.enter_context(TemporaryDirectory(prefix="slimectl-engines-")))
         if settings.engine.url:
-            http_engine = client(settings, model, tokenizer, urls(settings), urls(settings))
+            http_engine = client(settings, model, tokenizer, urls(settings.engine), urls(settings.engine))
         else:
             started = new_pool(settings, model, executor=executor, folder=folder, waiting=False)
             closing.callback(started.close)

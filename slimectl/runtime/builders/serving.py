@@ -10,19 +10,20 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
-from slimectl.runtime.builders.engines import engine
+from slimectl.runtime.builders.engines import engine as build_engine
 from slimectl.runtime.builders.models import tokenizer, version_of
 from slimectl.settings import Settings
+from slimectl.settings.engine import EngineSettings
 from slimectl.settings.secret import reveal
 from slimectl.system.redaction import remember
 from slimectl.types import Sample, SamplingParams
 
 
-def admin_key(settings: Settings) -> tuple[str, bool]:
+def admin_key(engine: EngineSettings) -> tuple[str, bool]:
     """Return the key for requests that change the server's state, and whether it was generated here."""
     from slimectl.engines.api_keys import new_key
 
-    key = reveal(settings.engine.admin_api_key, setting="engine.admin_api_key")
+    key = reveal(engine.admin_api_key, setting="engine.admin_api_key")
     return (key, False) if key else (new_key(), True)
 
 
@@ -46,14 +47,14 @@ def left_key(key: str, port: int) -> Iterator[str]:
                     path.unlink()
 
 
-def exposure(settings: Settings, host: str) -> str | None:
+def exposure(engine: EngineSettings, host: str) -> str | None:
     """Return a warning about what a server exposes to other machines, or None on the loopback interface."""
     from slimectl.engines.server.access import own_names
 
     _, loopback = own_names(host)
     if loopback:
         return None
-    if settings.engine.api_key is not None:
+    if engine.api_key is not None:
         return f"{host}: other machines can reach this server, unencrypted, with the API key or the admin key."
     return (
         f"{host}: other machines can reach this server and sample from it without a key (/generate, /v1). Weights, "
@@ -106,7 +107,7 @@ def serve(
         read_delta=DeltaFile,
         middlewares=middlewares(settings.engine.middleware_paths),
     )
-    embedded = engine(settings, folder, model_tokenizer, load=False)
+    embedded = build_engine(settings, folder, model_tokenizer, load=False)
     names, loopback_only = own_names(options.host, options.allowed_hosts)
     api_key = reveal(settings.engine.api_key, setting="engine.api_key")
     guard = Guard(remember(options.admin_key), api_key=api_key, names=names, loopback_only=loopback_only)

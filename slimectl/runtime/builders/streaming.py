@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+from slimectl.data.growing_text import GrowingText, before_stop
 from slimectl.protocols import Engine
 from slimectl.system.event_loop import run_coroutine
 from slimectl.types import Completion, SamplingParams
@@ -25,50 +26,42 @@ def stream_answer(
 
     With `stoppable`, Ctrl-C ends the response, which keeps its text so far and finishes with "abort".
     """
-    return run_coroutine(_stream(engine, tokenizer, tokens, params, show, stoppable=stoppable))
-
-
-async def _stream(
-    engine: Engine,
-    tokenizer: Any,
-    tokens: list[int],
-    params: SamplingParams,
-    show: Callable[[str], Any],
-    *,
-    stoppable: bool,
-) -> Completion:
-    from slimectl.engines.embedded.detokenizer import Detokenizer
     from slimectl.engines.embedded.engine import EmbeddedEngine
-    from slimectl.engines.server.requests import RunningAnswer
-    from slimectl.engines.server.sampling_params import GenerationRequest
 
-    loop = asyncio.get_running_loop()
-    if not isinstance(engine, EmbeddedEngine):
-        # Cancelled, not aborted: an abort would also end other clients' requests on the same server.
-        task = asyncio.ensure_future(engine.generate(tokens, params=params))
+    growing = GrowingText(tokenizer.backend_tokenizer, keep_special=not params.skip_special_tokens)
+    response: list[int] = []
+    shown = 0
+
+    def show_new(text: str) -> None:
+        nonlocal shown
+        if len(text) > shown:
+            show(text[shown:])
+            shown = len(text)
+
+    async def stream() -> Completion:
+        progress = asyncio.Event()
+
+        def follow(start: int, new: list[int]) -> None:
+            response[start:] = new
+            progress.set()
+
+        # Requests to servers are cancelled, because an abort would also end those of other clients.
+        stop: Callable[[], object]
+        if isinstance(engine, EmbeddedEngine):
+            task, stop = asyncio.ensure_future(engine.generate(tokens, params=params, on_tokens=follow)), engine.end_all
+        else:
+            task = asyncio.ensure_future(engine.generate(tokens, params=params))
+            stop = task.cancel
+        task.add_done_callback(lambda _: progress.set())
         if stoppable:
-            loop.add_signal_handler(signal.SIGINT, task.cancel)
-        await asyncio.wait([task])
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop)
+        while not task.done():
+            await progress.wait()
+            progress.clear()
+            show_new(before_stop(growing.read(response[:-1]), params.stop))  # the last token may be an end token
         if task.cancelled():
             return Completion([], [], "", "abort")
-        show(task.result().text)
+        show_new(task.result().text)
         return task.result()
-    sequence = engine.request(tokens, params)
-    detokenizer = Detokenizer(tokenizer, keep_special=not params.skip_special_tokens)
-    answer = RunningAnswer(sequence, GenerationRequest(params), detokenizer, rid="", index=0)
-    progress = asyncio.Event()
-    sequence.grown = progress.set
-    sequence.future.add_done_callback(lambda _: progress.set())
-    if stoppable:
-        loop.add_signal_handler(signal.SIGINT, engine.end, sequence)
-    engine.submit(sequence)
-    while not answer.over:
-        await progress.wait()
-        progress.clear()
-        answer.due()  # counts the new tokens
-        answer.over = answer.done
-        text = answer.text()
-        if len(text) > answer.told_text:
-            show(text[answer.told_text :])
-            answer.told_text = len(text)
-    return answer.completion
+
+    return run_coroutine(stream())

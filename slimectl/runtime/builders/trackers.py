@@ -94,10 +94,10 @@ def _is_offline(name: str, settings: Settings) -> bool:
 def tracker_arguments(name: str, settings: Settings) -> dict[str, Any]:
     """Return a tracker's track.kwargs without its key, with references resolved. Offline, secrets are dropped."""
     setting = f"track.kwargs.{name}"
-    given = {key: value for key, value in settings.track.kwargs.get(name, {}).items() if key != "api_key"}
+    options = {key: value for key, value in settings.track.kwargs.get(name, {}).items() if key != "api_key"}
     if _is_offline(name, settings):
-        given = without_secrets(given)
-    arguments: dict[str, Any] = reveal(filled(given, settings, setting=setting), setting=setting)
+        options = without_secrets(options)
+    arguments: dict[str, Any] = reveal(filled(options, settings, setting=setting), setting=setting)
     return arguments
 
 

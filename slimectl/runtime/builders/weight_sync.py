@@ -15,6 +15,7 @@ from slimectl.runtime.builders.engines import engine_backend
 from slimectl.runtime.builders.models import device, served_model
 from slimectl.runtime.builders.trainers import policy_backend
 from slimectl.settings import Settings
+from slimectl.settings.engine import EngineSettings
 from slimectl.settings.secret import reveal, revealed_score
 from slimectl.system import shared_memory
 
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-def urls(settings: Settings) -> list[str]:
+def urls(engine: EngineSettings) -> list[str]:
     """Return the addresses of engine.url, with secrets revealed."""
-    return list(reveal(settings.engine.url, setting="engine.url"))
+    return list(reveal(engine.url, setting="engine.url"))
 
 
 def keyed(settings: Settings) -> Settings:
