@@ -197,7 +197,7 @@ def reserve_stdout() -> None:
     sys.stdout = sys.__stdout__ = words_to(1)  # type: ignore[misc, assignment]
 
 
-def _stream() -> Any:
+def _stream() -> TextIO | io.BufferedWriter:
     return sys.stdout if _records is None else _records
 
 
