@@ -37,14 +37,14 @@ from typing import Any
 
 import torch
 
-from slimectl.algorithms.prefix_trie import build_tries
+from slimectl.algorithms.packing import build_tries
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.lm_head import CHUNK_LOGITS
 from slimectl.policies.onednn_linear import ROWS, add_product, is_faster, product
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.options import TrainerOptions
-from slimectl.policies.pack_layout import lay_out
+from slimectl.policies.pack_plan import plan_pack
 from slimectl.runtime.process_memory import keep_freed_memory
 from slimectl.types import TrainingSample
 
@@ -234,7 +234,7 @@ def work(model_dir: Path, rows: list[TrainingSample], max_tokens: int) -> Work:
         model = AutoModelForCausalLM.from_config(config)
     tries = build_tries(rows, max_tokens=max_tokens)
     tokens = sum(trie.tokens for trie in tries)
-    states = len(lay_out(rows, tries).predictions().sources_U)
+    states = len(plan_pack(rows, tries).predictions.sources_U)
     head = model.get_output_embeddings()
     products: Counter[tuple[int, int, int]] = Counter()
     for module in model.modules():

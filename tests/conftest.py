@@ -61,6 +61,11 @@ def scope_of(path: str) -> str:
     return next((group for beginning, group in GROUPS.items() if path.startswith(beginning)), path)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    words = "start every command as `python -m slimectl`, not as a fork of a process that has imported it"
+    parser.addoption("--no-fork", action="store_true", help=words)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
@@ -83,7 +88,10 @@ def pytest_collection(session: pytest.Session) -> None:
         # time, so that a failure is of the change at hand.
         settings.register_profile("unhurried", deadline=None, derandomize=True)
         settings.load_profile("unhurried")
-        forkserver.fork_children_of_tests()
+        if session.config.getoption("no_fork"):
+            forkserver.forks = False
+        else:
+            forkserver.fork_children_of_tests()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by -m

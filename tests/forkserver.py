@@ -2,7 +2,7 @@
 
 Such a command is a process like any other: its own pid, descriptors, environment, working directory, signals and exit
 code. It lacks only the seconds of importing. Tests of start-up, of memory and of other interpreters start a new
-interpreter instead.
+interpreter instead. With `pytest --no-fork` all do.
 
 Programs of `python -c` start in the same way, and modules that PYTHONPATH of their environment names are found.
 
@@ -113,6 +113,10 @@ class ForkedProcess:
         self.wait()
 
 
+Process = ForkedProcess | subprocess.Popen[bytes]
+forks = True
+"""False with `pytest --no-fork`."""
+
 _server: socket.socket | None = None
 
 
@@ -126,7 +130,7 @@ def start(
     stderr: Any = None,
     new_session: bool = False,
     fork_children: bool = True,
-) -> ForkedProcess:
+) -> Process:
     """Start `slimectl ARGUMENTS`; `stdin`, `stdout` and `stderr` mean what they mean to subprocess.Popen.
 
     Its workers, ranks and servers are forked too, unless `fork_children` is false: they then begin as for users.
@@ -144,7 +148,7 @@ def start_python(
     stdin: Any = None,
     stdout: Any = None,
     stderr: Any = None,
-) -> ForkedProcess:
+) -> Process:
     """Start `python -c CODE ARGUMENTS`; streams as of `start`."""
     return _start(code, [*arguments], cwd, env or {**os.environ}, stdin, stdout, stderr)
 
@@ -189,7 +193,14 @@ def _start(
     *,
     new_session: bool = False,
     fork_children: bool = True,
-) -> ForkedProcess:
+) -> Process:
+    if not forks:
+        program = ["-m", "slimectl"] if code is None else ["-c", code]
+        command = [sys.executable, *program, *arguments]
+        pipes = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+        return subprocess.Popen(
+            command, cwd=cwd, env=env, start_new_session=new_session, preexec_fn=_take_signals, **pipes
+        )
     streams: dict[str, IO[bytes] | None] = {"stdin": None, "stdout": None, "stderr": None}
     descriptors, temporary = [], []
     for number, (name, target) in enumerate([("stdin", stdin), ("stdout", stdout), ("stderr", stderr)]):
@@ -367,11 +378,16 @@ def run_command(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     zygote.become(arguments)
 
 
+def _take_signals() -> None:
+    """Take signals that whatever started pytest may ignore: nohup, or a script with &."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def _take_over(request: dict[str, Any], descriptors: list[int]) -> None:
     """Give this process the descriptors, environment and folder of the request."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started pytest may ignore it: nohup
+    _take_signals()
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
     for descriptor in descriptors:

@@ -20,7 +20,7 @@ CONFIG = {
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_worker_niceness": "0",  # as all other processes: at 15 a worker waits for every test that runs beside it
 }
-STORE = {"object_store_memory": 80_000_000, "include_log_monitor": False, "setup_worker_path": ray_worker.__file__}
+STORE = {"object_store_memory": 80_000_000, "include_log_monitor": False}
 """What workers print reaches a driver in tests/executors/test_ray.py, on a cluster of its own: the monitor of logs
 reads all files of all machines again and again."""
 MACHINE = {"num_cpus": 2, "num_gpus": 4, **STORE}
@@ -38,7 +38,11 @@ def shared() -> Any:
 
         # The agents of the dashboard, a process for each machine, then import a tenth.
         utils.get_dashboard_dependency_error = lambda: ImportError("nobody looks at it")
-        os.environ.update(CONFIG | {ray_worker.ADDRESS: forkserver.ray_workers()})
+        os.environ.update(CONFIG)
+        if forkserver.forks:
+            os.environ[ray_worker.ADDRESS] = forkserver.ray_workers()
+            for options in (STORE, MACHINE):
+                options["setup_worker_path"] = ray_worker.__file__
         head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, "no_monitor": True, **STORE}
         _running.append(Cluster(initialize_head=True, head_node_args=head))
         complete(_running[0])
@@ -53,7 +57,7 @@ def stop() -> None:
         machines.shutdown()
         shutil.rmtree(session, ignore_errors=True)
         for name in (*CONFIG, ray_worker.ADDRESS):
-            del os.environ[name]
+            os.environ.pop(name, None)
 
 
 def complete(machines: Any) -> None:
@@ -67,7 +71,7 @@ def processes(machine: Any) -> list[psutil.Process]:
     left: list[psutil.Process] = []
     for child in psutil.Process(machine.all_processes["raylet"][0].process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
-            for pid in _awaited(child.pid):
+            for pid in _awaited(child.pid) if forkserver.forks else [child.pid]:
                 worker = psutil.Process(pid)
                 left += [worker, *worker.children(recursive=True)]
     return left

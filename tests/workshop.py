@@ -13,7 +13,7 @@ from typing import Any
 
 import forkserver
 import pytest
-from forkserver import ForkedProcess
+from forkserver import Process
 
 REWARD = '''
 def reward(sample):
@@ -40,7 +40,7 @@ class Workshop:
     stderr: str = ""
     """Words of the last command."""
 
-    def start(self, *arguments: str, **streams: Any) -> ForkedProcess:
+    def start(self, *arguments: str, **streams: Any) -> Process:
         """Start a command in a forked process; `streams` mean what they mean to subprocess.Popen."""
         return forkserver.start(list(arguments), cwd=self.folder, env=self.environment, **streams)
 

@@ -70,7 +70,7 @@ def _copies(settings: Settings) -> int:
     from slimectl.runtime import builders
 
     ranks = settings.cluster.ranks
-    return builders.layout(settings).data(ranks) if settings.train.backend == "megatron" else ranks
+    return builders.layout(settings.megatron).data(ranks) if settings.train.backend == "megatron" else ranks
 
 
 def _layout_problems(settings: Settings) -> Iterator[str]:
@@ -84,5 +84,5 @@ def _layout_problems(settings: Settings) -> Iterator[str]:
         return
     config = cards.language_model(capacity.configuration(settings) or {})
     yield from problems(
-        builders.layout(settings), family_of(config).architecture(config).transformer, settings.cluster.ranks
+        builders.layout(settings.megatron), family_of(config).architecture(config).transformer, settings.cluster.ranks
     )

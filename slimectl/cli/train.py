@@ -174,7 +174,7 @@ def _train_once(options: CommonOptions, settings: Settings, *, save: Path | None
     skipped, too_long = SkippedLines(joined_name(paths), stdio.logger.warning), list[Prompt]()
     files = SampleFiles(paths, skipped.add_bad_line if options.on_error == "skip" else None, skipped.add_line)
     rollouts = _scheduled_rollouts(settings, files, folder, resumes=load is not None)
-    tokenizer, context = builders.tokenizer(folder), builders.context_length(settings, folder)
+    tokenizer, context = builders.tokenizer(folder), builders.context_length(settings.rollout, folder)
     stream = builders.training_samples(settings, files, tokenizer, context=context, on_skipped=too_long.append)
 
     def make() -> Trainer:

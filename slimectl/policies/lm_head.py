@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slimectl.policies import onednn_linear
 from slimectl.policies.onednn_linear import ROWS, is_faster
-from slimectl.policies.pack_layout import Predictions
+from slimectl.policies.pack_plan import Predictions
 
 CHUNK_LOGITS = 2**23
 """Logits per chunk: 32 MiB in float32."""

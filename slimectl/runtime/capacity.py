@@ -214,7 +214,7 @@ def _training_step(settings: Settings, device: Literal["cuda", "cpu"] | None = N
     sequence = rollout.max_context_len or (rollout.max_prompt_len or PROMPT_TOKENS) + rollout.max_response_len
     return Run(
         world=cluster.ranks,
-        layout=builders.layout(settings),
+        layout=builders.layout(settings.megatron),
         policy="megatron" if train.backend == "megatron" else "fsdp",
         dtype=train.dtype,
         recompute=settings.recompute_granularity or "none",

@@ -75,7 +75,7 @@ def _render(settings: Settings, tokenizer: Any, prompts: list[Prompt], *, evalua
     from slimectl.stages.long_prompts import drop_long, prompt_excess
 
     folder = builders.model_folder(settings.model.path)
-    rollout, context = settings.rollout, builders.context_length(settings, folder)
+    rollout, context = settings.rollout, builders.context_length(settings.rollout, folder)
     excess = {}
     for prompt in prompts:
         tokens = render(

@@ -145,7 +145,7 @@ class SftWarmup:
         sft = self.settings.model_copy(update={"algorithm": Sft(), "train": batches})
         prompts = builders.prompts(self.settings, list(warmup.data), epochs=None, demonstrations=True)
         too_long: list[Prompt] = []
-        context = builders.context_length(self.settings, model)
+        context = builders.context_length(self.settings.rollout, model)
         samples = demonstrations(
             prompts, tokenizer, self.settings.rollout, context=context, on_skipped=too_long.append
         )  # fmt: skip

@@ -23,7 +23,7 @@ from slimectl.hooks import check_hooks
 from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import NO_PROGRESS, Critic, Engine, Policy, Progress, WeightReceiver
 from slimectl.runtime import builders
-from slimectl.runtime.recorder import load_state, warn_of_changed_schedule
+from slimectl.runtime.recorder import load_state
 from slimectl.settings import Settings
 from slimectl.stages.advantages import Models
 from slimectl.stages.generation import GroupGenerator, sampling_params
@@ -130,7 +130,7 @@ class Trainer(_Closing):
         load = self.folder.parent if self.folder.name == "policy" else self.folder
         check_integrity(load, full=True)  # including the optimizer, like a resumed run
         self.policy.load(self.folder)
-        warn_of_changed_schedule(self.folder, self.settings, self._models.total_steps)
+        builders.warn_of_changed_schedule(self.settings.train, self.folder, self._models.total_steps)
         if self.critic is not None and self.critic is not self._models.policy:
             self.critic.load(load / "critic")
         return load_state(load, self.policy)
@@ -161,7 +161,10 @@ class Trainer(_Closing):
         if not isinstance(first, Prompt):
             yield from of_type(items, Sample, "train on samples from slimectl.rollout or from a file")
         elif self.settings.algorithm.trains_on == "demonstrations":
-            tokenizer, context = builders.tokenizer(self.folder), builders.context_length(self.settings, self.folder)
+            tokenizer, context = (
+                builders.tokenizer(self.folder),
+                builders.context_length(self.settings.rollout, self.folder),
+            )
             yield from demonstrations(items, tokenizer, self.settings.rollout, context=context, on_skipped=on_skipped)
         else:
             name = self.settings.algorithm.name

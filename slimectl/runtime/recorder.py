@@ -26,7 +26,6 @@ from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.signal import SignalCount
 from slimectl.stages.train import TrainState
 from slimectl.system.model_files import TRAINER_STATE
-from slimectl.system.stdio import logger
 from slimectl.types import Metrics, Sample, SamplerState, StepReport, TrainingSample
 
 
@@ -259,7 +258,7 @@ class RunRecorder:
         if self._checkpoint is None:
             return
         policy.load(self._checkpoint / "policy")
-        warn_of_changed_schedule(self._checkpoint / "policy", self.settings, total_steps)
+        builders.warn_of_changed_schedule(self.settings.train, self._checkpoint / "policy", total_steps)
         if self.critic is not None:
             self.critic.load(self._checkpoint / "critic")
 
@@ -271,12 +270,6 @@ def save_model(model: Policy | Critic, folder: Path) -> None:
     if (state := folder / TRAINER_STATE).exists():
         (folder.parent / TRAINER_STATE).mkdir(exist_ok=True)
         state.rename(folder.parent / TRAINER_STATE / folder.name)
-
-
-def warn_of_changed_schedule(checkpoint: Path, settings: Settings, total_steps: int | None) -> None:
-    """Warn if the learning rate of the next step differs from the run that saved the checkpoint."""
-    if message := builders.changed_schedule(settings, checkpoint, total_steps):
-        logger.warning(message)
 
 
 def load_state(folder: Path, policy: Policy) -> TrainState:

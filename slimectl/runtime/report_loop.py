@@ -108,7 +108,7 @@ class ReportLoop:
     def _unmet_schedule(self) -> str:
         """Return a warning if the learning-rate schedule expected a different number of steps, else ""."""
         updates = self.state.step - self.settings.algorithm.critic_only_steps
-        return builders.unmet_schedule(self.settings, updates, self.parts.models.total_steps)
+        return builders.unmet_schedule(self.settings.train, updates, self.parts.models.total_steps)
 
     def _end_step(self, report: StepReport, samples: Sequence[Sample]) -> bool:
         """Record a step, and evaluate after a round. Return whether an interrupt ends the run here."""

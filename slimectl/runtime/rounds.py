@@ -222,7 +222,7 @@ class RecordedRounds:
         self, model: Path | None, too_long: deque[Prompt], *, epochs: int | None, start: int = 0
     ) -> Iterator[Numbered]:
         tokenizer = None if model is None else builders.tokenizer(model)
-        context = None if model is None else builders.context_length(self.settings, model)
+        context = None if model is None else builders.context_length(self.settings.rollout, model)
         return builders.training_samples(
             self.settings, self.files, tokenizer,
             context=context, on_skipped=too_long.append, epochs=epochs, start=start,

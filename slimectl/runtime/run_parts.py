@@ -72,7 +72,9 @@ def build_parts(
     ending.callback(models.close)
     recorder.critic = models.separate_critic
     recorder.load(models.policy, total_steps=models.total_steps)
-    periodic_reference = builders.PeriodicReference(settings, models.reference, folder.path)
+    periodic_reference = builders.PeriodicReference(
+        settings.algorithm.reference_interval, models.reference, folder.path
+    )
     periodic_reference.resume(state.rollout_id)
     engines_sleep = settings.cluster.colocate and not rounds.samples
     sync = None

@@ -15,8 +15,7 @@ from slimectl.protocols import NO_PROGRESS, Progress
 from slimectl.types import Metrics, TrainingSample
 
 if TYPE_CHECKING:
-    from slimectl.algorithms.packing import Pack
-    from slimectl.algorithms.prefix_trie import PrefixTrie
+    from slimectl.algorithms.packing import Pack, PrefixTrie
     from slimectl.planner.flops import ImageFlops, ModelFlops, SequenceFlops
 
 Item = TypeVar("Item")
@@ -133,7 +132,7 @@ class RoundTimer:
                 self._flops["log_probs"] += sum(map(images.forward, _image_sizes(tries, rows, images.token)))
 
     def _tries(self, rows: Sequence[TrainingSample]) -> list[PrefixTrie]:
-        from slimectl.algorithms.prefix_trie import build_tries
+        from slimectl.algorithms.packing import build_tries
 
         if self.pack is None:
             return build_tries(rows, max_tokens=1, share=False)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from forkserver import ForkedProcess
+from forkserver import Process
 from views import viewing
 from workshop import Workshop
 
@@ -26,7 +26,7 @@ class Served:
         self.folder = workshop.folder
         words = ["serve", "--model", str(workshop.model), "--port", "0", "--record", record, *arguments]
         stdout = subprocess.PIPE if record == "-" else None
-        self.process: ForkedProcess = workshop.start(*words, stdout=stdout, stderr=subprocess.PIPE)
+        self.process: Process = workshop.start(*words, stdout=stdout, stderr=subprocess.PIPE)
         assert self.process.stderr is not None
         lines = (line.decode() for line in self.process.stderr)
         self.address = next(line for line in lines if ": serving" in line).split(": serving")[0]

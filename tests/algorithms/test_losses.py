@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slimectl.algorithms.losses import PolicyLoss, SftLoss, WatchedLoss
 from slimectl.algorithms.surrogates import PpoClip
 from slimectl.errors import SettingsError
-from slimectl.policies.token_batch import merge_metrics
+from slimectl.policies.metrics import merge_metrics
 from slimectl.types import TokenBatch
 
 

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from slimectl.algorithms.packing import (
     BatchingOptions,
+    PrefixTrie,
     assign_to_ranks,
+    build_tries,
     pack,
     plan_batches,
     tokens_of,
 )
-from slimectl.algorithms.prefix_trie import PrefixTrie, build_tries
 from slimectl.types import TrainingSample
 
 

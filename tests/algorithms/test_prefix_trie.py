@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimectl.algorithms import prefix_trie
-from slimectl.algorithms.prefix_trie import PrefixTrie, build_tries, first_fit
+from slimectl.algorithms import packing
+from slimectl.algorithms.packing import PrefixTrie, build_tries, first_fit
 from slimectl.errors import RecordError
 from slimectl.types import TrainingSample
 
@@ -107,11 +107,11 @@ def test_any_rows_share_all_that_they_can_and_tries_keep_the_limit(
     drawn: list[tuple[int, int, list[int]]], max_tokens: int, limited: bool
 ):
     rows = rows_of(drawn)
-    saving, prefix_trie.LEAST_SAVING = prefix_trie.LEAST_SAVING, 0
+    saving, packing.LEAST_SAVING = packing.LEAST_SAVING, 0
     try:
         tries = build_tries(rows, max_tokens=max_tokens if limited else 10_000)
     finally:
-        prefix_trie.LEAST_SAVING = saving
+        packing.LEAST_SAVING = saving
     assert sorted(i for trie in tries for i in trie.rows) == list(range(len(rows)))
     for trie in tries:
         inputs = [rows[i].tokens[: rows[i].input_length] for i in trie.rows]

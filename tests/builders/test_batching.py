@@ -55,7 +55,7 @@ def test_the_share_of_tokens_is_that_of_the_trainers_packs(
     model_dir: Callable[..., Path], assignments: list[str], packing: Packing
 ):
     settings = resolve([from_assignments(["train.device=cpu", *assignments])]).settings
-    assert policy_backend(settings).packing(settings, model_dir()) == packing
+    assert policy_backend(settings.train).packing(settings, model_dir()) == packing
     timer = round_timer(settings, model_dir(), policy=None)  # type: ignore[arg-type]
     timer.count_training([TrainingSample([*range(20), 30 + i], 1, [1.0]) for i in range(8)])
     # Eight rows of 20 equal tokens in as many packs as there are ranks.

@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.save_pretrained(made / name / "hf")
         convert_checkpoint(made / name / "hf", made / name / "given", ConvertOptions(to="torch_dist", logits=0))
     code = "import mcore_ranks, sys; mcore_ranks.start(*sys.argv[1:])"
-    command = [sys.executable, "-c", code, str(made), str(RANKS), json.dumps(MCORE)]
+    command = [sys.executable, "-E", "-c", code, str(made), str(RANKS), json.dumps(MCORE)]  # -E: without support/cpu
     ranks = subprocess.run(command, cwd=Path(__file__).parent, stderr=subprocess.PIPE, text=True, timeout=300)
     assert ranks.returncode == 0, ranks.stderr
     return made

@@ -17,7 +17,7 @@ from typing import Any
 
 import forkserver
 import pytest
-from forkserver import ForkedProcess
+from forkserver import Process
 
 from slimectl.engines.api_keys import ServerKeys
 from slimectl.engines.sglang.weight_client import SglangWorkers
@@ -29,7 +29,7 @@ from slimectl.settings.engine import EngineSettings
 
 pytestmark = pytest.mark.slow
 
-Start = Callable[..., ForkedProcess]
+Start = Callable[..., Process]
 KEY = "key-of-this-test"
 COMMAND = [sys.executable, "-m", "slimectl", "serve"]
 
@@ -37,9 +37,9 @@ COMMAND = [sys.executable, "-m", "slimectl", "serve"]
 @pytest.fixture
 def start(model_dir: Callable[[str], Path], tmp_path: Path) -> Iterator[Start]:
     """Starts `slimectl serve` on any free port, and sees to it that nothing stays."""
-    started: list[ForkedProcess] = []
+    started: list[Process] = []
 
-    def begin(*options: str) -> ForkedProcess:
+    def begin(*options: str) -> Process:
         command = ["serve", "--model", str(model_dir("llama")), "--port", "0", *options]
         env = os.environ | {"OMP_NUM_THREADS": "1", "SLIMECTL_ENGINE_ADMIN_API_KEY": KEY}
         pipe = subprocess.PIPE
@@ -49,10 +49,10 @@ def start(model_dir: Callable[[str], Path], tmp_path: Path) -> Iterator[Start]:
     yield begin
     for process in started:
         process.kill()
-        process.__exit__()
+        process.__exit__(None, None, None)
 
 
-def address(process: ForkedProcess | subprocess.Popen[bytes]) -> tuple[str, str]:
+def address(process: Process) -> tuple[str, str]:
     """The URL that a server says when it is ready, and what it says of it."""
     assert process.stderr is not None
     line = process.stderr.readline().decode()
@@ -77,7 +77,7 @@ def received(client: socket.socket) -> bytes:
     return data
 
 
-def ended(process: ForkedProcess) -> tuple[int | None, str]:
+def ended(process: Process) -> tuple[int | None, str]:
     _, words = process.communicate(timeout=300)
     return process.returncode, words.decode()
 
@@ -125,12 +125,12 @@ def test_a_key_that_was_drawn_lies_where_its_user_alone_reads_it(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("SLIMECTL_ENGINE_ADMIN_API_KEY", raising=False)
-    command = [*COMMAND, "--model", str(model_dir("llama")), "--port", "0", "--wait-for-weights", "--host", "0.0.0.0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    command = ["serve", "--model", str(model_dir("llama")), "--port", "0", "--wait-for-weights", "--host", "0.0.0.0"]
+    process = forkserver.start(command, cwd=tmp_path, env={**os.environ}, stderr=subprocess.PIPE)
     assert process.stderr is not None
-    port = process.stderr.readline().partition(": ")[0].rpartition(":")[2]
-    where, _, path = process.stderr.readline().rpartition(" ")
-    exposed = process.stderr.readline()
+    port = process.stderr.readline().decode().partition(": ")[0].rpartition(":")[2]
+    where, _, path = process.stderr.readline().decode().rpartition(" ")
+    exposed = process.stderr.readline().decode()
     file = Path(path.strip())
     assert where == "the admin key (weights, pauses, aborts) is in"
     assert (file.parent, file.stat().st_mode & 0o777) == (tmp_path / ".cache/slimectl/keys", 0o600)
@@ -148,7 +148,7 @@ def test_a_key_that_was_drawn_lies_where_its_user_alone_reads_it(
     settings = Settings.model_validate({"engine": {"url": f"http://127.0.0.1:{port}"}})
     builders.workers(settings, [f"http://127.0.0.1:{port}"]).wake()
     process.terminate()
-    assert process.communicate(timeout=300) == (None, "")
+    assert process.communicate(timeout=300)[1] == b""
     assert not file.exists()
 
 

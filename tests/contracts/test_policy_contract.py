@@ -17,10 +17,10 @@ from slimectl.errors import CheckpointError
 from slimectl.executors.local import LocalExecutor
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.megatron.policy import MegatronPolicy
+from slimectl.policies.metrics import merge_metrics
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.options import TrainerOptions
 from slimectl.policies.rank_group import DistributedPolicy
-from slimectl.policies.token_batch import merge_metrics
 from slimectl.protocols import Policy
 from slimectl.types import TrainingSample
 

@@ -231,8 +231,8 @@ def test_the_model_of_the_settings_decides_whether_a_mark_is_a_place(folder: Pat
         rows = builders.training_samples(settings, SampleFiles([str(given[0])]), given[1])
         return list(rows)
 
-    assert models.reads_images(Settings.model_validate({"model": {"card": "tiny-vl"}}))
-    assert not models.reads_images(Settings.model_validate({"model": {"path": str(tmp_path / "none")}}))
+    assert models.reads_images(Settings.model_validate({"model": {"card": "tiny-vl"}}).model)
+    assert not models.reads_images(Settings.model_validate({"model": {"path": str(tmp_path / "none")}}).model)
     for case in (("grpo",), ("sft",), ("sft", "chats.jsonl"), ("dpo",)):
         with pytest.raises(RecordError, match=r"jsonl:1: images: the prompt has more places for images"):
             read(folder, *case)

@@ -112,8 +112,8 @@ def test_fsdp_saves_what_the_formula_says(name: str, dtype: Any, recompute: Any,
     # The last token of a row is not computed.
     response = LENGTH + 1 - PROMPT
     rows = [TrainingSample([g] * (LENGTH + 1), response, [1.0] * response, group=g) for g in range(SEQUENCES)]
-    ((pack,),) = (policy._packs_of_rank(rows),)
-    measured = saved_bytes(lambda: policy._forward(rows, pack, entropy=False), policy.model.parameters())
+    (plan,) = policy._plans(rows, for_loss=False)
+    measured = saved_bytes(lambda: policy._forward(plan, entropy=False), policy.model.parameters())
     multiple = policy.row_multiple  # of tokens and states that oneDNN is given
     tokens, states = (-(-rows // multiple) * multiple for rows in (LENGTH * SEQUENCES, SEQUENCES * response))
     run = Run(
@@ -136,8 +136,8 @@ def test_adapters_save_at_most_what_lies_between_their_halves_besides(dtype: Any
 
     def saved(lora: LoraOptions | None) -> int:
         policy = FsdpPolicy(tmp_path, HFCheckpoint(), TrainerOptions(dtype=dtype, lora=lora))
-        ((pack,),) = (policy._packs_of_rank(rows),)
-        return saved_bytes(lambda: policy._forward(rows, pack, entropy=False), policy.model.parameters())
+        (plan,) = policy._plans(rows, for_loss=False)
+        return saved_bytes(lambda: policy._forward(plan, entropy=False), policy.model.parameters())
 
     inner = LENGTH * SEQUENCES * SHAPE["num_hidden_layers"] * 7 * rank * (4 if dtype == "float32" else 2)
     # Frozen norms keep less, and so does the first layer, whose input has no gradient: neither is in the formulas.

@@ -24,6 +24,7 @@ from slimectl.planner.vision import VisionTower
 from slimectl.planner.workload import Run
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.options import TrainerOptions
+from slimectl.policies.pack_plan import PackPlan
 from slimectl.policies.recompute import Recompute
 from slimectl.types import TrainingSample
 
@@ -99,7 +100,7 @@ def test_a_policy_saves_what_the_formula_says(family: str, dtype: Any, recompute
     options = TrainerOptions(dtype=dtype, recompute=Recompute(recompute), freeze_vision_tower=not trained)
     policy = FsdpPolicy(tmp_path / "model", HFCheckpoint(), options)
 
-    def packed(tower_images: bool) -> tuple[list[TrainingSample], Any]:
+    def packed(tower_images: bool) -> PackPlan:
         rows = [
             TrainingSample(
                 prompt if tower_images else [token if token != IMAGE else group for token in prompt], 2, [1.0, 1.0],
@@ -107,12 +108,12 @@ def test_a_policy_saves_what_the_formula_says(family: str, dtype: Any, recompute
             )
             for group, (prompt, image) in enumerate(zip(prompts, images, strict=True))
         ]  # fmt: skip
-        ((pack,),) = (policy._packs_of_rank(rows),)
-        return rows, pack
+        (plan,) = policy._plans(rows, for_loss=False)
+        return plan
 
     def saved(tower_images: bool) -> int:
-        rows, pack = packed(tower_images)
-        return saved_bytes(lambda: policy._forward(rows, pack, entropy=False), policy.model.parameters())
+        plan = packed(tower_images)
+        return saved_bytes(lambda: policy._forward(plan, entropy=False), policy.model.parameters())
 
     length = len(prompts[0])
     run = Run(
@@ -125,7 +126,7 @@ def test_a_policy_saves_what_the_formula_says(family: str, dtype: Any, recompute
         formula -= run.bytes * 4 * tokens * tower.patch_values
         places = 8 * tokens
         if tower.deepstack:  # and their mask
-            places += len(policy._forward(*packed(True), entropy=False)[0].tokens_T)
+            places += len(packed(True).tokens_T)
         assert (formula, saved(tower_images=True) - saved(tower_images=False)) == (0, places)
         return
     if recompute == "full":  # so are the angles

@@ -11,13 +11,14 @@ import torch
 from policy_cases import FAMILIES, Clipped, WeightedNegativeLogProb, new_policy, padded_log_probs, random_rows
 from transformers import AutoModelForCausalLM
 
-from slimectl.algorithms.prefix_trie import PrefixTrie
+from slimectl.algorithms.packing import PrefixTrie
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import CheckpointError, RecordError, SettingsError
 from slimectl.policies import causal_attention
 from slimectl.policies.fsdp import attention
 from slimectl.policies.fsdp.packed_batch import build_packed_batch
 from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.pack_plan import plan_pack
 from slimectl.policies.recompute import Recompute
 from slimectl.types import TrainingSample
 
@@ -140,7 +141,7 @@ def test_an_update_that_is_not_finite_is_left_out(model_dir: ModelDir):
 def test_several_threads_add_up_the_gradients_of_a_shared_prompt_in_one_order():
     rows = [TrainingSample([*range(24), answer, 1, 2], 3, [1.0] * 3) for answer in range(64)]
     shared = PrefixTrie(tuple(range(64)), (26,) * 64, (0, *[24] * 63))
-    layout = build_packed_batch(rows, [shared], dtype=torch.float32, device=torch.device("cpu"))
+    layout = build_packed_batch(plan_pack(rows, [shared]), dtype=torch.float32, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     query, states = (torch.randn(1, 4, len(layout.tokens_T), 16, generator=generator) for _ in range(2))
     threads, gradients = torch.get_num_threads(), []

@@ -14,7 +14,7 @@ from policies.trie_cases import assert_same_step, calm_model, counted_tokens, fo
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slimectl.algorithms import prefix_trie
+from slimectl.algorithms import packing
 from slimectl.data.routed_experts import decoded, encoded
 from slimectl.errors import RecordError, SettingsError
 from slimectl.policies.recompute import Recompute
@@ -101,7 +101,7 @@ def test_loss_and_gradient_do_not_depend_on_packing_and_recomputation(model_dir:
 def test_rows_share_tokens_of_equal_experts_and_learn_what_each_would_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(prefix_trie, "LEAST_SAVING", 0)
+    monkeypatch.setattr(packing, "LEAST_SAVING", 0)
     folder = calm_model(
         tmp_path, model_type="qwen3_moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16
     )

@@ -11,7 +11,7 @@ from torch import nn
 
 from slimectl.policies import onednn_linear
 from slimectl.policies.onednn_linear import is_faster, use_onednn
-from slimectl.policies.pack_layout import AttentionSpan, PackLayout
+from slimectl.policies.pack_plan import AttentionSpan, PackPlan
 
 CPU = torch.device("cpu")
 
@@ -77,7 +77,7 @@ def test_only_an_amd_processor_with_avx_512_computes_float32_by_onednn(tmp_path:
 def test_a_pack_is_padded_by_a_sequence_that_nothing_attends_to():
     span = AttentionSpan(0, 5, np.zeros(0, dtype=np.int64))
     tokens = np.arange(5)
-    layout = PackLayout([0], tokens, tokens, [span], tokens[:2], tokens[:2], tokens[:2], [tokens])
+    layout = PackPlan([0], [], tokens, tokens, [span], tokens[:2], tokens[:2], tokens[:2], [tokens])
     assert layout.padded(5) is layout
     padded = layout.padded(4)
     assert padded.tokens_T.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]

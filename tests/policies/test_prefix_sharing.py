@@ -11,8 +11,8 @@ from policies.policy_cases import Clipped, WeightedNegativeLogProb
 from policies.trie_cases import assert_same_step, calm_model, counted_tokens, forked_rows, padded, unique_tokens
 from torch import Tensor
 
-from slimectl.algorithms import prefix_trie
-from slimectl.algorithms.prefix_trie import build_tries
+from slimectl.algorithms import packing
+from slimectl.algorithms.packing import build_tries
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.policies import causal_attention
 from slimectl.policies.fsdp import packed_batch
@@ -20,7 +20,7 @@ from slimectl.policies.fsdp.packed_batch import build_packed_batch
 from slimectl.policies.fsdp.policy import FsdpActorCritic, FsdpCritic, FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.options import TrainerOptions
-from slimectl.policies.pack_layout import lay_out
+from slimectl.policies.pack_plan import plan_pack
 from slimectl.policies.recompute import Recompute
 from slimectl.types import TrainingSample
 
@@ -86,7 +86,7 @@ def test_values_before_shared_tokens_are_those_of_rows_alone(folder: Path, kind:
 def test_a_forward_pass_computes_every_prefix_once(
     shared: FsdpPolicy, alone: FsdpPolicy, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(prefix_trie, "LEAST_SAVING", 0)
+    monkeypatch.setattr(packing, "LEAST_SAVING", 0)
     rows = forked_rows(11)
     with counted_tokens(shared.model.hf.get_input_embeddings()) as counts:
         shared.log_probs(rows)
@@ -104,8 +104,8 @@ def test_the_head_computes_a_state_that_predicts_several_tokens_once():
     # Two answers leave the prompt 1 2 3 with different tokens; a third repeats the first and goes on.
     rows = [TrainingSample([1, 2, 3, *answer], len(answer), []) for answer in ([4, 5], [6, 5], [4, 5, 7])]
     [trie] = build_tries(rows, max_tokens=100)
-    layout = lay_out(rows, [trie])
-    predictions = layout.predictions()
+    layout = plan_pack(rows, [trie])
+    predictions = layout.predictions
     assert layout.tokens_T.tolist() == [1, 2, 3, 4, 5, 6]
     assert layout.positions_T.tolist() == [0, 1, 2, 3, 4, 3]
     assert predictions.sources_U.tolist() == [2, 3, 4, 5]
@@ -113,21 +113,21 @@ def test_the_head_computes_a_state_that_predicts_several_tokens_once():
         (0, 4), (0, 6), (1, 5), (2, 7), (3, 5),
     ]  # fmt: skip
     assert predictions.targets_Q[predictions.pair_R].tolist() == [4, 5, 4, 5, 7, 6, 5]
-    assert layout.rows == [0, 2, 1]
+    assert layout.members == [0, 2, 1]
 
 
 def test_a_fork_in_the_middle_of_an_answer_sees_what_came_before_it_and_nothing_after():
     first, fork = TrainingSample([1, 2, 3, 4, 5, 6, 7, 8, 9], 6, []), TrainingSample([1, 2, 3, 4, 5, 0, 0, 0], 5, [])
     [trie] = build_tries([first, fork], max_tokens=100)
-    layout = lay_out([first, fork], [trie])
+    layout = plan_pack([first, fork], [trie])
     assert [(span.start, span.length, span.context.tolist()) for span in layout.spans] == [
         (0, 7, []), (7, 3, [0, 1, 2, 3, 4]),
     ]  # fmt: skip
-    batch = build_packed_batch([first, fork], [trie], dtype=torch.float32, device=torch.device("cpu"))
+    batch = build_packed_batch(layout, dtype=torch.float32, device=torch.device("cpu"))
     assert [(bucket.length, bucket.context_BP.tolist()) for bucket in batch.branches] == [(3, [[0, 1, 2, 3, 4]])]
 
 
 def test_a_turn_that_goes_on_from_another_needs_no_branch():
     rows = [TrainingSample([*range(length)], 3, []) for length in (10, 15, 20)]
     [trie] = build_tries(rows, max_tokens=100)
-    assert [(span.start, span.length) for span in lay_out(rows, [trie]).spans] == [(0, 19)]
+    assert [(span.start, span.length) for span in plan_pack(rows, [trie]).spans] == [(0, 19)]

@@ -266,7 +266,7 @@ def on_megatron(place: Workplace, settings: Settings) -> Lines:
     from slimectl.runtime.builders.trainers import layout
 
     config = read_config(Path(str(settings.model.path)))
-    sizes = transformer_config(family_of(config).architecture(config), layout(settings), dtype=torch.float32)
+    sizes = transformer_config(family_of(config).architecture(config), layout(settings.megatron), dtype=torch.float32)
     lines = [line for line in str(sizes).split(", ") if "_parallel_size=" in line]
     if settings.cluster.ranks > 1:
         return lines

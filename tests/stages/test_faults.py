@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from forkserver import ForkedProcess
+from forkserver import Process
 from machines import processes
 from workshop import Workshop, alike, set_up
 
@@ -52,12 +52,12 @@ def permit(workshop: Workshop, rounds: int) -> None:
     new.replace(workshop.folder / "permitted")
 
 
-def started(workshop: Workshop, *arguments: str, **options: Any) -> ForkedProcess:
+def started(workshop: Workshop, *arguments: str, **options: Any) -> Process:
     log = (workshop.folder / "words.txt").open("wb")
     return workshop.start("run", *arguments, stdout=log, stderr=log, **options)
 
 
-def descendants(process: ForkedProcess, *words: str) -> list[psutil.Process]:
+def descendants(process: Process, *words: str) -> list[psutil.Process]:
     """The running processes below it whose command line has all the words."""
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
@@ -74,7 +74,7 @@ def rounds_done(workshop: Workshop, run: str) -> int:
     return path.read_text().count("perf/train_time") if path.exists() else 0
 
 
-def until(condition, *, process: ForkedProcess, limit_s: float = 300.0) -> None:
+def until(condition, *, process: Process, limit_s: float = 300.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert process.poll() is None, "the run ended meanwhile"
@@ -185,7 +185,7 @@ def machine_of_the_ranks(machines: Any) -> Any:
     raise AssertionError("no machine has two ranks")
 
 
-def shared_blocks(owner: ForkedProcess) -> list[Path]:
+def shared_blocks(owner: Process) -> list[Path]:
     """The blocks of shared memory of a process."""
     return [*Path("/dev/shm").glob(f"slimectl_{owner.pid}_*")]
 

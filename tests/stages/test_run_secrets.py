@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -53,12 +51,11 @@ def test_a_run_shows_no_secret_and_says_which_one_a_resume_lacks(workshop: Works
     assert "http://__SECRET__@127.0.0.1" in (run / "run.toml").read_text()
     assert "http://__SECRET__@127.0.0.1" in (run / "step_000001" / "samples.jsonl").read_text()
     monkeypatch.delenv("SLIMECTL_SCORE_RM_URL")
-    lacking = subprocess.run(
-        workshop.command("run", "--resume", str(run)), capture_output=True, text=True, env=os.environ | {"HOME": "/"}
-    )
-    assert (lacking.returncode, lacking.stderr.splitlines(keepends=True)[-1]) == (
-        2,
+    monkeypatch.setenv("HOME", "/")
+    elsewhere = Workshop(Path("/"), workshop.model)
+    elsewhere.slimectl("run", "--resume", str(run), code=2)
+    assert elsewhere.stderr.splitlines(keepends=True)[-1] == (
         "slimectl: score.rm_url: secrets are never written to files. Supply it again with "
         "-s score.rm_url=env:VARIABLE or "
-        "SLIMECTL_SCORE_RM_URL in the environment\n",
+        "SLIMECTL_SCORE_RM_URL in the environment\n"
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import forkserver
 import pytest
-from forkserver import ForkedProcess
+from forkserver import Process
 from workshop import Workshop, set_up
 
 pytestmark = pytest.mark.slow
@@ -54,7 +54,7 @@ def metrics_of(workshop: Workshop) -> Path:
     return workshop.folder / "runs" / "a" / "metrics.jsonl"
 
 
-def wait_for(condition: Callable[[], bool], process: ForkedProcess) -> None:
+def wait_for(condition: Callable[[], bool], process: Process) -> None:
     while not condition():
         time.sleep(0.005)
         assert process.poll() is None

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slimectl.algorithms.prefix_trie import first_fit
+from slimectl.algorithms.packing import first_fit
 from slimectl.data.atomic_replace import write_text
 from slimectl.data.columns import PromptOptions
 from slimectl.data.prompts import open_prompts, ordered_rows, shuffled_order

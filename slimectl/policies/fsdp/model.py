@@ -6,12 +6,12 @@ T input tokens · R response tokens · U states that predict them · H hidden wi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,20 @@ from slimectl.policies.fsdp import attention
 from slimectl.policies.fsdp.packed_batch import PackedBatch
 from slimectl.policies.fsdp.vision import decoder_input, decoder_of, tower_of
 from slimectl.policies.lm_head import linear_logits, of_logits, predicted_log_probs
+from slimectl.policies.pack_plan import PackPlan
 from slimectl.policies.recompute import Recompute, recompute_layers, recomputed
-from slimectl.types import TrainingSample
+
+
+class Outputs(NamedTuple):
+    """Outputs of a root module for the response tokens of a pack, on the inputs of PackPlan.token_batch."""
+
+    values_R: Tensor
+    """Log-probabilities, or a critic's values."""
+    entropy_R: Tensor | None = None
+    predicted_R: Tensor | None = None
+    """Values of a policy that is its own critic."""
+    logits_RV: Tensor | None = None
+    """Logits, for a user's loss that needs them."""
 
 
 class PackedModel(nn.Module):
@@ -41,8 +53,6 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf: Any = hf
         self.temperature = temperature
-        self.gives_logits = False
-        """Whether to return logits [R, vocabulary] instead of entropies, for a user's loss that needs them."""
 
     def hidden(self, layout: PackedBatch) -> Tensor:
         """Return the hidden states [U, H] that predict the pack's response tokens."""
@@ -52,19 +62,21 @@ class PackedModel(nn.Module):
         hidden_UH: Tensor = hidden_1TH[0].index_select(0, layout.predictions.sources_U)
         return hidden_UH
 
-    def forward(self, layout: PackedBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities [R] of the pack's response tokens, and their entropies if requested."""
-        return self.log_probs(self.hidden(layout), layout, entropy=entropy)
+    def forward(self, layout: PackedBatch, *, entropy: bool, logits: bool = False) -> Outputs:
+        """Return log-probabilities of the pack's response tokens, and entropies and logits if requested."""
+        return self.log_probs(self.hidden(layout), layout, entropy=entropy, logits=logits)
 
-    def log_probs(self, hidden_UH: Tensor, layout: PackedBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities [R], and entropies or logits, from the hidden states."""
+    def log_probs(self, hidden_UH: Tensor, layout: PackedBatch, *, entropy: bool, logits: bool) -> Outputs:
+        """Return the outputs of a policy from the hidden states."""
         weight_VH = self.hf.get_output_embeddings().weight
-        if self.gives_logits:
+        if logits:
             logits_UV = linear_logits(hidden_UH, weight_VH, temperature=self.temperature)
             logits_RV = layout.predictions.of_states(logits_UV)
-            return of_logits(logits_RV, layout.targets_R, entropy=False)[0], logits_RV
-        return predicted_log_probs(
-            hidden_UH, weight_VH, layout.predictions, temperature=self.temperature, entropy=entropy
+            return Outputs(*of_logits(logits_RV, layout.targets_R, entropy=entropy), None, logits_RV)
+        return Outputs(
+            *predicted_log_probs(
+                hidden_UH, weight_VH, layout.predictions, temperature=self.temperature, entropy=entropy
+            )
         )
 
 
@@ -178,11 +190,11 @@ class RopeLimit:
     kind: str
     tokens: int
 
-    def check(self, rows: Sequence[TrainingSample], layout: PackedBatch) -> None:
+    def check(self, plan: PackPlan) -> None:
         """Raise RecordError for a longer row."""
-        for i, path in zip(layout.rows, layout.paths, strict=True):
+        for i, row, path in zip(plan.members, plan.rows, plan.paths, strict=True):
             if len(path) > self.tokens:
-                name = f"row {i}" if rows[i].index is None else f"sample {rows[i].index}"
+                name = f"row {i}" if row.index is None else f"sample {row.index}"
                 raise RecordError(
                     f"{name}: {len(path)} tokens, but the {self.kind} frequencies of this model change beyond"
                     f" {self.tokens}, which fsdp does not train. Set rollout.max_context_len={self.tokens}."

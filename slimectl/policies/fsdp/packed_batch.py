@@ -6,19 +6,17 @@ P tokens of a context. All tensors are built once per pack and read by every lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slimectl.algorithms.packing import Pack
 from slimectl.data.images import ImageProcessor
 from slimectl.policies.causal_attention import CHUNK
 from slimectl.policies.fsdp.vision import ImageBatch, image_batch
-from slimectl.policies.pack_layout import AttentionSpan, Predictions, lay_out
-from slimectl.types import TrainingSample
+from slimectl.policies.pack_plan import AttentionSpan, PackPlan, Predictions
 
 LEAST_FILL = 0.85
 """A bucket accepts the next span while at least this fraction of its attention pairs is real."""
@@ -52,12 +50,11 @@ class BranchBucket:
 
 @dataclass
 class PackedBatch:
-    """One pack as tensors. `rows` are the indices of its rows in the caller's batch, in the order of `targets_R`."""
+    """One pack as tensors."""
 
+    plan: PackPlan
     tokens_T: Tensor
     positions_T: Tensor
-    rows: list[int]
-    row_R: Tensor
     targets_R: Tensor
     predictions: Predictions
     order_N: Tensor
@@ -66,41 +63,32 @@ class PackedBatch:
     """Grid row of each input position."""
     causal: list[CausalBucket]
     branches: list[BranchBucket]
-    paths: list[np.ndarray]
-    """Input position of each token of a row."""
     images: ImageBatch | None = None
     attention_calls: int = field(default=0)
 
 
 def build_packed_batch(
-    rows: Sequence[TrainingSample],
-    pack: Pack,
+    plan: PackPlan,
     *,
     dtype: torch.dtype,
     device: torch.device,
     processor: Callable[[], ImageProcessor] | None = None,
-    row_multiple: int = 1,
 ) -> PackedBatch:
-    """Build the layout of `pack`. Attention masks and patches have `dtype`. `processor` reads images.
-
-    Tokens that predict nothing are added up to a multiple of `row_multiple`.
-    """
-    layout = lay_out(rows, pack).padded(row_multiple)
-    order, causal, branches = _grid(layout.spans, dtype=dtype, device=device)
+    """Build the tensors of `plan`. Attention masks and patches have `dtype`. `processor` reads images."""
+    order, causal, branches = _grid(plan.spans, dtype=dtype, device=device)
     # On the host, because on a GPU this would wait for the number of real rows.
     (real_N,) = np.nonzero(order >= 0)
-    place = np.empty(len(layout.tokens_T), dtype=np.int64)
+    place = np.empty(len(plan.tokens_T), dtype=np.int64)
     place[order[real_N]] = real_N
 
     def as_tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device)
 
     return PackedBatch(
-        tokens_T=as_tensor(layout.tokens_T), positions_T=as_tensor(layout.positions_T), rows=layout.rows,
-        row_R=as_tensor(layout.row_R), targets_R=as_tensor(layout.targets_R),
-        predictions=layout.predictions().to(device), order_N=as_tensor(order.clip(min=0)),
-        place_T=as_tensor(place), causal=causal, branches=branches, paths=layout.paths,
-        images=image_batch(rows, layout, processor, dtype=dtype, device=device),
+        plan=plan, tokens_T=as_tensor(plan.tokens_T), positions_T=as_tensor(plan.positions_T),
+        targets_R=as_tensor(plan.targets_R), predictions=plan.predictions.to(device),
+        order_N=as_tensor(order.clip(min=0)), place_T=as_tensor(place), causal=causal, branches=branches,
+        images=image_batch(plan, processor, dtype=dtype, device=device),
     )  # fmt: skip
 
 

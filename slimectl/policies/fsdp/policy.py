@@ -5,7 +5,6 @@ R response tokens · U states that predict them · H hidden width.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slimectl.policies.checkpoint import VALUE_HEAD, check_value_head, new_trainer_folder, read_tensors, write_float32
-from slimectl.policies.fsdp.model import PackedModel
+from slimectl.policies.fsdp.model import Outputs, PackedModel
 from slimectl.policies.fsdp.packed_batch import PackedBatch
 from slimectl.policies.fsdp.trainer import FsdpTrainer
 from slimectl.system.model_files import trainer_folder
-from slimectl.types import TokenBatch, TrainingSample
+from slimectl.types import TrainingSample
 
 
 class FsdpPolicy(FsdpTrainer):
@@ -39,8 +38,8 @@ HEAD = "score"
 class PackedValues(PackedModel):
     """The root module: values [R] of the states before the response tokens of the pack."""
 
-    def forward(self, layout: PackedBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        return layout.predictions.of_states(values_of(self.hidden(layout), self.hf)), None
+    def forward(self, layout: PackedBatch, *, entropy: bool, logits: bool = False) -> Outputs:
+        return Outputs(layout.predictions.of_states(values_of(self.hidden(layout), self.hf)))
 
 
 def values_of(hidden_UH: Tensor, hf: Any) -> Tensor:
@@ -81,13 +80,12 @@ WEIGHT = f"{HEAD}.weight"
 
 
 class PolicyValueModel(PackedModel):
-    """The root module: log-probability of each response token of the pack, and the value before it, [R, 2]."""
+    """The root module: log-probability of each response token of the pack, and the value before it."""
 
-    def forward(self, layout: PackedBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, layout: PackedBatch, *, entropy: bool, logits: bool = False) -> Outputs:
         hidden_UH = self.hidden(layout)
-        logprobs_R, entropy_R = self.log_probs(hidden_UH, layout, entropy=entropy)
-        values_R = layout.predictions.of_states(values_of(hidden_UH, self.hf))
-        return torch.stack([logprobs_R, values_R], dim=1), entropy_R
+        outputs = self.log_probs(hidden_UH, layout, entropy=entropy, logits=logits)
+        return outputs._replace(predicted_R=layout.predictions.of_states(values_of(hidden_UH, self.hf)))
 
 
 class FsdpActorCritic(FsdpPolicy):
@@ -96,11 +94,8 @@ class FsdpActorCritic(FsdpPolicy):
     The head starts at zero unless the checkpoint has one.
     """
 
-    def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
-        return [[log_prob for log_prob, _ in pairs] for pairs in self.of_rows(rows)]
-
     def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
-        return [[value for _, value in pairs] for pairs in self.of_rows(rows)]
+        return self.of_rows(rows, predicted=True)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the weights without the value head, which engines do not load."""
@@ -127,14 +122,3 @@ class FsdpActorCritic(FsdpPolicy):
 
     def _wrap_model(self, hf: nn.Module) -> PackedModel:
         return PolicyValueModel(hf, temperature=self.options.temperature)
-
-    def _token_batch(
-        self,
-        rows: Sequence[TrainingSample],
-        names: Sequence[str],
-        layout: PackedBatch,
-        outputs_R2: Tensor,
-        entropy_R: Tensor | None,
-    ) -> TokenBatch:
-        tokens = super()._token_batch(rows, names, layout, outputs_R2[:, 0], entropy_R)
-        return dataclasses.replace(tokens, predicted_T=outputs_R2[:, 1])

@@ -5,7 +5,7 @@ T input tokens of a pack · L layers · k experts of a token · N tokens · E ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from slimectl.errors import CheckpointError, SettingsError
 from slimectl.policies.fsdp.model import decoder_layers
 from slimectl.policies.fsdp.packed_batch import PackedBatch
 from slimectl.policies.routed_experts import FREE, RoutingShape
-from slimectl.types import TrainingSample
 
 
 class ReplayedTopK(TorchFunctionMode):
@@ -74,12 +73,12 @@ class ExpertReplay:
                 " Train it with the megatron backend."
             )
 
-    def set(self, rows: Sequence[TrainingSample], layout: PackedBatch) -> None:
+    def set(self, batch: PackedBatch) -> None:
         """Set the experts of a pack for its forward and recomputation. Rows share only tokens with equal experts."""
-        experts_TLk = torch.full((len(layout.tokens_T), self.shape.layers, self.shape.choices), FREE)
-        for i, path in zip(layout.rows, layout.paths, strict=True):
-            experts_TLk[torch.from_numpy(path)] = self.shape.of_row(rows[i])
-        experts_TLk = experts_TLk.to(layout.tokens_T.device)
+        experts_TLk = torch.full((len(batch.tokens_T), self.shape.layers, self.shape.choices), FREE)
+        for row, path in zip(batch.plan.rows, batch.plan.paths, strict=True):
+            experts_TLk[torch.from_numpy(path)] = self.shape.of_row(row)
+        experts_TLk = experts_TLk.to(batch.tokens_T.device)
         for i, router in self.routers.items():
             router.experts_Nk, router.calls = experts_TLk[:, i], 0
 

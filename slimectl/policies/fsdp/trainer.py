@@ -1,7 +1,4 @@
-"""Trains a Hugging Face model in one process or as one rank of many: forward and backward, updates, checkpoints.
-
-R response tokens of a pack.
-"""
+"""Trains a Hugging Face model in one process or as one rank of many: forward and backward, updates, checkpoints."""
 
 from __future__ import annotations
 
@@ -19,13 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from slimectl.algorithms.packing import Pack, plan_batches
 from slimectl.architectures.family import TOWER_PATTERN
 from slimectl.architectures.lora import halves
 from slimectl.checkpoints.base_model import fingerprint
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.data.images import processor_of
-from slimectl.data.routed_experts import routing_marks
 from slimectl.errors import CheckpointError
 from slimectl.policies.checkpoint import (
     MOMENTS,
@@ -42,25 +37,19 @@ from slimectl.policies.checkpoint import (
 from slimectl.policies.determinism import in_kernels
 from slimectl.policies.fsdp.lora import Adapters
 from slimectl.policies.fsdp.master_weights import MasterWeights, adamw, clip, local_part, squared_norm
-from slimectl.policies.fsdp.model import PackedModel, decoder_layers, empty_model, rope_limit
-from slimectl.policies.fsdp.packed_batch import PackedBatch, build_packed_batch
+from slimectl.policies.fsdp.model import Outputs, PackedModel, decoder_layers, empty_model, rope_limit
+from slimectl.policies.fsdp.packed_batch import build_packed_batch
 from slimectl.policies.fsdp.routing_replay import ExpertReplay
 from slimectl.policies.host_memory import HostMemory
-from slimectl.policies.lm_head import of_logits
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of, read_adapter, write_adapter
+from slimectl.policies.metrics import merge_metrics, read_metrics
 from slimectl.policies.onednn_linear import ROWS, is_faster, use_onednn
 from slimectl.policies.optimizer import lr_at, trainable_names
 from slimectl.policies.options import TrainerOptions
-from slimectl.policies.token_batch import (
-    available_columns,
-    check_vocabulary,
-    merge_metrics,
-    read_metrics,
-    response_tokens,
-)
+from slimectl.policies.pack_plan import PackPlan, plan_packs
 from slimectl.protocols import Adapter, CheckpointFormat, NamedTensors
 from slimectl.system.model_files import trainer_folder
-from slimectl.types import Loss, Metrics, TokenBatch, TrainingSample
+from slimectl.types import Loss, Metrics, TrainingSample
 
 LAYER_PARAMETERS = 2
 """Number of parameters that hold the experts of a layer. A stream of single experts alternates between them."""
@@ -132,59 +121,38 @@ class FsdpTrainer:
         """Return the names of the parameters that a subclass does not use."""
         return set()
 
-    def _token_batch(
-        self,
-        rows: Sequence[TrainingSample],
-        names: Sequence[str],
-        layout: PackedBatch,
-        values_R: Tensor,
-        entropy_R: Tensor | None,
-    ) -> TokenBatch:
-        """Build the tensors that a loss reads, from the outputs of the root module."""
-        return response_tokens(
-            rows, names, members=layout.rows, row_R=layout.row_R, logprobs_R=values_R, entropy_R=entropy_R
-        )
-
     @in_kernels
-    def of_rows(self, rows: Sequence[TrainingSample]) -> list[list[Any]]:
-        """Return the model's output for every response token, without gradients, on every rank. R entries per row."""
+    def of_rows(self, rows: Sequence[TrainingSample], *, predicted: bool = False) -> list[list[float]]:
+        """Return the values, or predicted values, of every response token, without gradients, on every rank."""
         self.memory.wake()
-        if self.replay is not None:
-            self.replay.shape.check(rows)
-        outputs: dict[int, list[Any]] = {}
+        outputs_by_row: dict[int, list[float]] = {}
         with torch.no_grad():
-            for pack in self._packs_of_rank(rows):
-                layout, values_R, _ = self._forward(rows, pack, entropy=False)
-                values = iter(values_R.tolist())
-                for i in layout.rows:
-                    outputs[i] = [next(values) for _ in range(rows[i].response_length)]
-        for part in self._gather_ranks(outputs):
-            outputs |= part
-        return [outputs[i] for i in range(len(rows))]
+            for plan in self._plans(rows, for_loss=False):
+                outputs = self._forward(plan, entropy=False)
+                values_R = outputs.predicted_R if predicted else outputs.values_R
+                assert values_R is not None
+                outputs_by_row |= plan.by_row(values_R)
+        for part in self._gather_ranks(outputs_by_row):
+            outputs_by_row |= part
+        return [outputs_by_row[i] for i in range(len(rows))]
 
     @in_kernels
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
         self.memory.wake()
-        if self.replay is not None:
-            self.replay.shape.check(rows)
         sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=self.device)}
-        names = available_columns(rows)
-        self.model.gives_logits = getattr(loss, "needs_logits", False)
-        for pack in self._packs_of_rank(rows):
-            layout, values_R, entropy_R = self._forward(rows, pack, entropy=loss.needs_entropy)
-            if pack:
-                logits_RV = entropy_R if self.model.gives_logits else None
-                if logits_RV is not None:
-                    _, entropy_R = of_logits(logits_RV, layout.targets_R, entropy=loss.needs_entropy)
-                tokens = self._token_batch(rows, names, layout, values_R, entropy_R)
-                value, metrics = loss(dataclasses.replace(tokens, logits_T=logits_RV, targets_T=layout.targets_R))
+        needs_logits = getattr(loss, "needs_logits", False)
+        for plan in self._plans(rows, for_loss=True):
+            outputs = self._forward(plan, entropy=loss.needs_entropy, logits=needs_logits)
+            if plan.rows:
+                value, metrics = loss(plan.token_batch(*outputs))
             else:
-                value, metrics = values_R.sum(), {}
+                value, metrics = outputs.values_R.sum(), {}
+                if outputs.predicted_R is not None:  # ranks reduce the gradients of the same parameters
+                    value = value + outputs.predicted_R.sum()
             value.backward()
             self.masters.accumulate()
             pack_sums = {name: part.detach().double() for name, part in {**metrics, "loss": value}.items()}
             sums = merge_metrics([sums, pack_sums])
-        self.model.gives_logits = False
         return merge_metrics(self._gather_ranks(read_metrics(sums)))
 
     @in_kernels
@@ -359,43 +327,34 @@ class FsdpTrainer:
         names = self.masters.names
         return {piece: torch.Size(names.shapes[piece]) for name in self.masters.trained for piece in names.pieces[name]}
 
-    def _packs_of_rank(self, rows: Sequence[TrainingSample]) -> list[Pack]:
-        check_vocabulary(rows, self.vocabulary)
-        # A shared token has one routing, but the engine may have chosen a different one in every sample.
-        marks = None if self.replay is None or not self.options.share_prefixes else routing_marks(rows)
-        return plan_batches(
-            rows,
-            max_tokens=self.options.max_tokens_per_pack,
-            ranks=self.ranks,
-            share=self.options.share_prefixes,
-            batching=self.options.batching,
-            marks=marks,
-        )[self.rank]
+    def _plans(self, rows: Sequence[TrainingSample], *, for_loss: bool) -> Iterator[PackPlan]:
+        """Plan the packs of this rank, padded for its products."""
+        plans = plan_packs(
+            rows, self.options, rank=self.rank, ranks=self.ranks, vocabulary=self.vocabulary,
+            routing=None if self.replay is None else self.replay.shape, for_loss=for_loss,
+        )  # fmt: skip
+        return (plan.padded(self.row_multiple) for plan in plans)
 
-    def _forward(
-        self, rows: Sequence[TrainingSample], pack: Pack, *, entropy: bool
-    ) -> tuple[PackedBatch, Tensor, Tensor | None]:
-        layout = build_packed_batch(
-            rows,
-            pack,
+    def _forward(self, plan: PackPlan, *, entropy: bool, logits: bool = False) -> Outputs:
+        batch = build_packed_batch(
+            plan,
             dtype=self.options.compute_dtype,
             device=self.device,
             processor=partial(processor_of, str(self.model_dir)),
-            row_multiple=self.row_multiple,
         )
         if self.rope_limit is not None:
-            self.rope_limit.check(rows, layout)
+            self.rope_limit.check(plan)
         if self.replay is not None:
-            self.replay.set(rows, layout)
-        values_R, entropy_R = self.model(layout, entropy=entropy)
+            self.replay.set(batch)
+        outputs: Outputs = self.model(batch, entropy=entropy, logits=logits)
         if self.replay is not None:
             self.replay.check_use()
-        if layout.attention_calls != len(decoder_layers(self.model.hf)):
+        if batch.attention_calls != len(decoder_layers(self.model.hf)):
             raise CheckpointError(
-                f"{self.model_dir}: {layout.attention_calls} of {len(decoder_layers(self.model.hf))} layers use the"
+                f"{self.model_dir}: {batch.attention_calls} of {len(decoder_layers(self.model.hf))} layers use the"
                 " packed attention. This architecture mixes tokens in another way."
             )
-        return layout, values_R, entropy_R
+        return outputs
 
     def _gather_ranks(self, part: dict[Any, Any]) -> list[dict[Any, Any]]:
         if self.ranks == 1:

@@ -5,7 +5,7 @@ T input tokens · F tokens of images · P patches · W values of a patch · H hi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from slimectl.data.images import ImageProcessor, Patches
 from slimectl.errors import RecordError
-from slimectl.policies.pack_layout import PackLayout
-from slimectl.types import TrainingSample
+from slimectl.policies.pack_plan import PackPlan
 
 
 @dataclass(frozen=True)
@@ -32,30 +31,25 @@ class ImageBatch:
 
 
 def image_batch(
-    rows: Sequence[TrainingSample],
-    layout: PackLayout,
-    processor: Callable[[], ImageProcessor] | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
+    plan: PackPlan, processor: Callable[[], ImageProcessor] | None, *, dtype: torch.dtype, device: torch.device
 ) -> ImageBatch | None:
     """Return the images of a pack, or None if it has none. Raises RecordError for rows that do not fit their images."""
-    if processor is None or not any(rows[i].images for i in layout.rows):
+    if processor is None or not any(row.images for row in plan.rows):
         return None
     reader = processor()
-    positions_3T = np.zeros((3, len(layout.tokens_T)), dtype=np.int64)
+    positions_3T = np.zeros((3, len(plan.tokens_T)), dtype=np.int64)
     images: list[Patches] = []
     places: list[np.ndarray] = []
     seen: set[int] = set()
-    for i, path in zip(layout.rows, layout.paths, strict=True):
-        row_images = [reader.patches(source) for source in rows[i].images]
+    for i, row, path in zip(plan.members, plan.rows, plan.paths, strict=True):
+        row_images = [reader.patches(source) for source in row.images]
         grids = [image.grid for image in row_images]
         try:
-            spans = reader.tokens.spans(rows[i].tokens[: rows[i].prompt_length], grids)
+            spans = reader.tokens.spans(row.tokens[: row.prompt_length], grids)
         except RecordError as error:
-            name = f"row {i}" if rows[i].index is None else f"sample {rows[i].index}"
+            name = f"row {i}" if row.index is None else f"sample {row.index}"
             raise RecordError(f"{name}: {error}") from None
-        positions_3T[:, path] = reader.tokens.positions(len(rows[i].tokens), spans, grids)[:, : len(path)]
+        positions_3T[:, path] = reader.tokens.positions(len(row.tokens), spans, grids)[:, : len(path)]
         for (start, end), image in zip(spans, row_images, strict=True):
             if path[start] not in seen:
                 seen.add(path[start])

@@ -20,7 +20,7 @@ from slimectl.algorithms.packing import DYNAMIC, BatchingOptions, Pack, plan_bat
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.errors import SettingsError
 from slimectl.policies.megatron.rotary import Angles
-from slimectl.policies.pack_layout import Predictions, lay_out, predicted_once
+from slimectl.policies.pack_plan import PackPlan, Predictions, predicted_once
 from slimectl.types import TrainingSample
 
 
@@ -123,24 +123,18 @@ def _local_positions(lengths: Sequence[int], starts: Sequence[int], rank: int, c
 
 @dataclass
 class MicroBatch:
-    """One micro-batch. `members` are the indices of its rows in the caller's batch, in the order of `targets_R`."""
+    """One micro-batch as tensors of this context-parallel rank."""
 
-    members: list[int]
+    plan: PackPlan
     sequences: PackedSequences
     paths: list[np.ndarray]
-    """Row position of each token that a member's forward reads. Members that share a token have the same position."""
+    """Row position of each token that a row's forward reads. Rows that share a token have the same position."""
     tokens_T: Tensor
-    row_R: Tensor
     targets_R: Tensor
     mine_M: Tensor
     """Indices of the response tokens that a token of this context-parallel rank predicts."""
     predictions: Predictions
     """The tokens of this rank that predict them. Its response tokens are the M of this rank."""
-
-    def by_row(self, rows: Sequence[TrainingSample], values_R: Tensor) -> dict[int, list[float]]:
-        """Return the values of each member's response tokens, by row index."""
-        values = iter(values_R.tolist())
-        return {i: [next(values) for _ in range(rows[i].response_length)] for i in self.members}
 
 
 def shares(
@@ -166,47 +160,39 @@ def shares(
 
 
 def laid_out(
-    rows: Sequence[TrainingSample],
-    pack: Pack,
-    layout: ParallelLayout,
-    *,
-    rank: int,
-    device: torch.device,
-    multiple: int = 1,
+    plan: PackPlan, layout: ParallelLayout, *, rank: int, device: torch.device, multiple: int = 1
 ) -> MicroBatch:
-    """Build the part of `pack` for context-parallel rank `rank`. Its tokens are a multiple of `multiple`.
+    """Build the part of `plan` for context-parallel rank `rank`. Its tokens are a multiple of `multiple`.
 
     The padding for this is a separate sequence. Appended to another sequence, it would lengthen that attention call.
     """
-    pack_layout = lay_out(rows, pack)
-    if any(rows[i].images for i in pack_layout.rows):
+    if any(row.images for row in plan.rows):
         raise SettingsError('train.backend: "megatron" cannot read images, but some rows have them. Use "fsdp".')
     # Attention computes neighboring spans of equal length and equal context length in one call.
-    spans = sorted(pack_layout.spans, key=lambda span: (len(span.context), -span.length))
+    spans = sorted(plan.spans, key=lambda span: (len(span.context), -span.length))
     lengths = [span.length for span in spans]
     if multiple > 1 and _padded_lengths([*lengths, 0], layout, multiple)[-1]:
         lengths.append(0)
-    place = np.empty(len(pack_layout.tokens_T), dtype=np.int64)
+    place = np.empty(len(plan.tokens_T), dtype=np.int64)
     for start, span in zip(accumulate(_padded_lengths(lengths, layout, multiple), initial=0), spans, strict=False):
         place[span.start : span.start + span.length] = np.arange(start, start + span.length)
     none = np.zeros(0, dtype=np.int64)
     contexts = [place[span.context] for span in spans] + [none] * (len(lengths) - len(spans))
     sequences = packed(lengths, layout, rank=rank, device=device, contexts=contexts, multiple=multiple)
     tokens_S = np.zeros(sequences.tokens, dtype=np.int64)
-    tokens_S[place] = pack_layout.tokens_T
+    tokens_S[place] = plan.tokens_T
     index_T = _local_positions(sequences.lengths, sequences.starts, rank, layout.context)
     local_S = np.full(sequences.tokens, -1)
     local_S[index_T] = np.arange(len(index_T))
-    local_R = local_S[place[pack_layout.sources_R]]
+    local_R = local_S[place[plan.sources_R]]
     (mine_M,) = np.nonzero(local_R >= 0)
-    predictions = predicted_once(local_R[mine_M], pack_layout.targets_R[mine_M])
+    predictions = predicted_once(local_R[mine_M], plan.targets_R[mine_M])
     return MicroBatch(
-        members=pack_layout.rows,
+        plan=plan,
         sequences=sequences,
-        paths=[place[path] for path in pack_layout.paths],
+        paths=[place[path] for path in plan.paths],
         tokens_T=torch.from_numpy(tokens_S[index_T]).to(device),
-        row_R=torch.from_numpy(pack_layout.row_R).to(device),
-        targets_R=torch.from_numpy(pack_layout.targets_R).to(device),
+        targets_R=torch.from_numpy(plan.targets_R).to(device),
         mine_M=torch.from_numpy(mine_M).to(device),
         predictions=predictions.to(device),
     )

@@ -141,11 +141,11 @@ class MoEAuxLossScaler:
     def weigh(self, batch: MicroBatch) -> None:
         """Set the loss coefficients for a micro-batch. Call it before the forward."""
         if not self.active:
-            if not batch.members:
+            if not batch.plan.rows:
                 # The unused token of a rank without rows must not count for the routers' biases.
                 batch.sequences.padding_T = batch.sequences.padding_T | True
             return
-        weight = self.weight if batch.members else 0.0
+        weight = self.weight if batch.plan.rows else 0.0
         for router, (balance, z) in zip(self.routers, self.given, strict=True):
             scaled = (
                 [coefficient * weight for coefficient in balance] if isinstance(balance, list) else balance * weight

@@ -16,7 +16,7 @@ from slimectl.architectures.config import Architecture
 from slimectl.architectures.parallel import ParallelLayout, problems
 from slimectl.errors import BackendError, CheckpointError, SettingsError
 from slimectl.policies.megatron.batch import MicroBatch
-from slimectl.policies.token_batch import merge_metrics, read_metrics
+from slimectl.policies.metrics import merge_metrics, read_metrics
 from slimectl.types import Metrics
 
 _active_layout: ParallelLayout | None = None

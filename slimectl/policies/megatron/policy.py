@@ -6,7 +6,6 @@ T tokens of this context-parallel rank · H hidden width · R response tokens of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from slimectl.policies.megatron.master_weights import PARAM
 from slimectl.policies.megatron.model import PackedGPT
 from slimectl.policies.megatron.parameters import HEAD
 from slimectl.policies.megatron.trainer import MegatronTrainer
-from slimectl.policies.token_batch import available_columns, response_tokens
 from slimectl.protocols import NamedTensors, Weights
 from slimectl.system.model_files import trainer_folder
 from slimectl.types import Loss, Metrics, TrainingSample
@@ -37,15 +35,13 @@ class MegatronPolicy(MegatronTrainer):
     def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         def finish(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[int, list[float]]]:
             logprobs_R, _ = self._log_probs(batch, hidden, entropy=False)
-            return hidden.new_zeros(()), batch.by_row(rows, logprobs_R)
+            return hidden.new_zeros(()), batch.plan.by_row(logprobs_R)
 
         if self.user_functions is not None:
             self.user_functions.before_log_probs(self.chunks)
         return self.of_rows(rows, finish)
 
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
-        names = available_columns(rows)
-
         def evaluate(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logits_RV: Tensor | None = None
             if getattr(loss, "needs_logits", False):
@@ -54,13 +50,9 @@ class MegatronPolicy(MegatronTrainer):
             else:
                 logprobs_R, entropy_R = self._log_probs(batch, hidden, entropy=loss.needs_entropy)
             predicted_R = self._predicted_values(batch, hidden)
-            if not batch.members:
+            if not batch.plan.rows:
                 return logprobs_R.sum() + (0.0 if predicted_R is None else predicted_R.sum()), {}
-            tokens = response_tokens(
-                rows, names, members=batch.members, row_R=batch.row_R, logprobs_R=logprobs_R, entropy_R=entropy_R,
-                predicted_R=predicted_R,
-            )  # fmt: skip
-            return loss(replace(tokens, logits_T=logits_RV, targets_T=batch.targets_R))
+            return loss(batch.plan.token_batch(logprobs_R, entropy_R, predicted_R, logits_RV))
 
         return self.summed(rows, evaluate)
 
@@ -107,7 +99,7 @@ class WithValueHead(MegatronTrainer):
         """Return one value per response token, without gradients."""
 
         def finish(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[int, list[float]]]:
-            return hidden.new_zeros(()), batch.by_row(rows, self.last.value_head(hidden, batch))
+            return hidden.new_zeros(()), batch.plan.by_row(self.last.value_head(hidden, batch))
 
         return self.of_rows(rows, finish)
 
@@ -132,16 +124,10 @@ class MegatronCritic(WithValueHead):
 
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
         """Implement protocols.Policy.forward_backward. The loss reads the differentiable values as `logprobs_T`."""
-        names = available_columns(rows)
 
         def evaluate(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             values_R = self.last.value_head(hidden, batch)
-            if not batch.members:
-                return values_R.sum(), {}
-            tokens = response_tokens(
-                rows, names, members=batch.members, row_R=batch.row_R, logprobs_R=values_R, entropy_R=None
-            )
-            return loss(tokens)
+            return loss(batch.plan.token_batch(values_R, None)) if batch.plan.rows else (values_R.sum(), {})
 
         return self.summed(rows, evaluate)
 

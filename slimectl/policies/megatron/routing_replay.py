@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from slimectl.algorithms.packing import Pack, tokens_of
 from slimectl.data.routed_experts import routing_marks
 from slimectl.policies.megatron.batch import MicroBatch
-from slimectl.policies.pack_layout import lay_out
+from slimectl.policies.pack_plan import plan_pack
 from slimectl.policies.routed_experts import RoutingShape
 from slimectl.types import TrainingSample
 
@@ -106,18 +106,19 @@ class RoutingReplay:
         """Begin a recorded pass: number the tokens that all data-parallel ranks compute in it."""
         numbers: dict[bytes, np.ndarray] = {}
         for pack in (pack for packs in packs_by_rank for pack in packs):
-            for i, path in zip((i for trie in pack for i in trie.rows), lay_out(rows, pack).paths, strict=True):
-                numbers[key(rows[i])] = (path + self._tokens + 1).astype(np.uint64)
+            plan = plan_pack(rows, pack)
+            for row, path in zip(plan.rows, plan.paths, strict=True):
+                numbers[key(row)] = (path + self._tokens + 1).astype(np.uint64)
             self._tokens += tokens_of(pack)
         self._numbers = numbers
 
-    def record(self, rows: Sequence[TrainingSample], batch: MicroBatch, chunk: int) -> None:
+    def record(self, batch: MicroBatch, chunk: int) -> None:
         """Record the experts that the routers of a chunk selected. Call it after the forward."""
         if not self.taps[chunk]:
             return
         experts_SLk = _gather_pack(torch.stack([tap.recorded for tap in self.taps[chunk]], dim=1), batch).cpu()
-        for i, path in zip(batch.members, batch.paths, strict=True):
-            by_chunk = self._current_pass.setdefault(key(rows[i]), [torch.empty(0)] * len(self.taps))
+        for row, path in zip(batch.plan.rows, batch.paths, strict=True):
+            by_chunk = self._current_pass.setdefault(key(row), [torch.empty(0)] * len(self.taps))
             by_chunk[chunk] = experts_SLk[torch.from_numpy(path)].to(torch.int16)
 
     def end(self, *, recorded: bool) -> None:
@@ -132,14 +133,14 @@ class RoutingReplay:
         self._computed.append(self._numbers)
         self._current_pass, self._numbers = {}, {}
 
-    def replay(self, rows: Sequence[TrainingSample], batch: MicroBatch, chunk: int) -> None:
+    def replay(self, batch: MicroBatch, chunk: int) -> None:
         """Set the recorded experts of these rows for the routers of a chunk. Call it before the forward.
 
         Routers select the experts of rows without a record.
         """
         if not self.taps[chunk]:
             return
-        routings = [self._routing(rows[i]) for i in batch.members]
+        routings = [self._routing(row) for row in batch.plan.rows]
         if not any(routings):
             for tap in self.taps[chunk]:
                 tap.given = None

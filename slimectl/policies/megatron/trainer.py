@@ -51,8 +51,8 @@ from slimectl.policies.megatron.routing_replay import RolloutRoutingReplay, Rout
 from slimectl.policies.onednn_linear import ROWS, is_faster
 from slimectl.policies.optimizer import lr_at, trainable_names
 from slimectl.policies.options import MegatronOptions, TrainerOptions
+from slimectl.policies.pack_plan import available_columns, check_vocabulary, plan_pack
 from slimectl.policies.routed_experts import RoutingShape
-from slimectl.policies.token_batch import check_vocabulary
 from slimectl.protocols import Adapter, CheckpointFormat, Weights
 from slimectl.types import Metrics, TrainingSample
 
@@ -215,6 +215,7 @@ class MegatronTrainer:
         self.memory.wake()
         if not rows:
             return []
+        names = None if forward_only else available_columns(rows)
         check_vocabulary(rows, self.architecture.vocab_size)
         records = self.replay is not None and self.replay.records and forward_only
         if self.replay:
@@ -236,7 +237,9 @@ class MegatronTrainer:
         packs = packs_by_rank[parallel_state.get_data_parallel_rank()]
         rank = parallel_state.get_context_parallel_rank()
         batches = [
-            laid_out(rows, pack, self.layout, rank=rank, device=self.device, multiple=self.row_multiple)
+            laid_out(
+                plan_pack(rows, pack, names), self.layout, rank=rank, device=self.device, multiple=self.row_multiple
+            )
             for pack in packs
         ]
         self.balance.begin(rows, sum(bool(pack) for share in packs_by_rank for pack in share))
@@ -244,10 +247,10 @@ class MegatronTrainer:
         def forward(batch: MicroBatch, chunk: int) -> Tensor:
             self.balance.weigh(batch)
             if self.replay and not records:
-                self.replay.replay(rows, batch, chunk)
+                self.replay.replay(batch, chunk)
             hidden = self.chunks[chunk](batch.tokens_T, batch.sequences)
             if self.replay and records:
-                self.replay.record(rows, batch, chunk)
+                self.replay.record(batch, chunk)
             return hidden
 
         for part in self.chunks:

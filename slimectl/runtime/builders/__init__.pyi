@@ -42,7 +42,6 @@ from slimectl.runtime.builders.models import token_decoder as token_decoder
 from slimectl.runtime.builders.models import tokenizer as tokenizer
 from slimectl.runtime.builders.models import version_of as version_of
 from slimectl.runtime.builders.models import with_template_date as with_template_date
-from slimectl.runtime.builders.policies import changed_schedule as changed_schedule
 from slimectl.runtime.builders.policies import check_policy as check_policy
 from slimectl.runtime.builders.policies import check_training as check_training
 from slimectl.runtime.builders.policies import critic as critic
@@ -52,6 +51,7 @@ from slimectl.runtime.builders.policies import rank_policy as rank_policy
 from slimectl.runtime.builders.policies import round_timer as round_timer
 from slimectl.runtime.builders.policies import total_steps as total_steps
 from slimectl.runtime.builders.policies import unmet_schedule as unmet_schedule
+from slimectl.runtime.builders.policies import warn_of_changed_schedule as warn_of_changed_schedule
 from slimectl.runtime.builders.servers import auxiliary_servers as auxiliary_servers
 from slimectl.runtime.builders.servers import check_engine as check_engine
 from slimectl.runtime.builders.servers import check_middlewares as check_middlewares

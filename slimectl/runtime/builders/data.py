@@ -59,7 +59,7 @@ def prompt_options(settings: Settings, sources: Sequence[str], **reading: Any) -
     rollout = settings.rollout
     return PromptOptions(
         **{key: getattr(rollout, key) for key in ("input_key", "label_key", "metadata_key", "tool_key", "image_key")},
-        reads_images=reads_images(settings),
+        reads_images=reads_images(settings.model),
         shuffle_seed=rollout.seed if rollout.shuffle else None,
         weights=rollout.data_weights if list(sources) == list(rollout.data) else None,
         mix_seed=rollout.seed,
@@ -94,7 +94,7 @@ def check_images(settings: Settings, sources: Iterable[str], *, servers: bool) -
     """
     from slimectl.data.io import is_pipe
 
-    if servers and reads_images(settings):
+    if servers and reads_images(settings.model):
         for source in sources:
             rows = () if is_pipe(source) else prompts(settings, [source], shuffle=False)
             for prompt in islice(rows, ROWS_WITH_IMAGES):

@@ -60,13 +60,13 @@ def teacher(settings: Settings, start: Path, *, executor: Executor | None = None
 
 
 class PeriodicReference:
-    """Replaces `reference` with the policy every algorithm.ref_update_interval rounds.
+    """Replaces `reference` with the policy every `interval` rounds (algorithm.ref_update_interval).
 
     A snapshot stays in the run's folder as long as a checkpoint needs it.
     """
 
-    def __init__(self, settings: Settings, reference: Policy | None, run: Path) -> None:
-        self._interval = settings.algorithm.reference_interval if reference is not None else None
+    def __init__(self, interval: int | None, reference: Policy | None, run: Path) -> None:
+        self._interval = interval if reference is not None else None
         self._reference, self._folder = reference, run / "reference"
 
     def resume(self, rollout_id: int) -> None:

@@ -22,6 +22,8 @@ from slimectl.data.template_check import check_template
 from slimectl.errors import CheckpointError, SettingsError, SlimectlError, missing_library
 from slimectl.protocols import NO_PROGRESS, Progress
 from slimectl.settings import Settings
+from slimectl.settings.engine import EngineSettings, ModelSettings
+from slimectl.settings.rollout import RolloutSettings
 from slimectl.system.model_files import (
     adapter_remedy,
     check_model_files,
@@ -74,9 +76,9 @@ def model_folder(path: str | None, *, setting: str = "model.path", verify: bool 
     return folder
 
 
-def served_model(settings: Settings, model: Path) -> Path:
+def served_model(engine: EngineSettings, model: Path) -> Path:
     """Return the checkpoint that engines load: engine.load, or the policy's `model`."""
-    return model_folder(settings.engine.load, setting="engine.load") if settings.engine.load else model
+    return model_folder(engine.load, setting="engine.load") if engine.load else model
 
 
 def hub_model(name: str) -> Path | None:
@@ -108,9 +110,9 @@ def _without_config(folder: Path) -> str:
     )
 
 
-def reads_images(settings: Settings) -> bool:
+def reads_images(model: ModelSettings) -> bool:
     """Return whether the model of the settings reads images. False if it is missing or on a server."""
-    path, card = settings.model.path, settings.model.card
+    path, card = model.path, model.card
     try:
         if path is None:
             config = {} if card is None else cards.load(card)["config"]
@@ -158,12 +160,12 @@ def with_template_date(settings: Settings) -> Settings:
     return settings.model_copy(update={"rollout": rollout})
 
 
-def context_length(settings: Settings, folder: Path) -> int | None:
+def context_length(rollout: RolloutSettings, folder: Path) -> int | None:
     """Return the maximum tokens of prompt plus response: rollout.max_context_len, or the model's limit."""
     from slimectl.architectures.config import read_config
 
-    if settings.rollout.max_context_len is not None:
-        return settings.rollout.max_context_len
+    if rollout.max_context_len is not None:
+        return rollout.max_context_len
     config = read_config(folder)
     length = config.get("text_config", config).get("max_position_embeddings")
     return length if isinstance(length, int) else None

@@ -17,6 +17,9 @@ from slimectl.protocols import NO_PROGRESS, Progress
 from slimectl.runtime.builders.models import device, is_gguf, model_folder
 from slimectl.runtime.builders.trainers import Role, policy_backend
 from slimectl.settings import Settings
+from slimectl.settings.cluster import ClusterSettings
+from slimectl.settings.train import TrainSettings
+from slimectl.system.stdio import logger
 
 if TYPE_CHECKING:
     from slimectl.algorithms.packing import BatchingOptions
@@ -49,8 +52,8 @@ def frozen(settings: Settings, folder: Path, role: Role = "reference", *, execut
 
 def _locked_policy(settings: Settings, build: Callable[[], Policy], executor: Executor | None) -> Policy:
     """Call `build` in this process or on every rank. Threads of restarted servers also read the policy."""
-    trainer: Policy = _build_over_ranks(settings, build, executor)
-    if settings.uses_servers and not _has_ranks(settings):
+    trainer: Policy = _build_over_ranks(settings.cluster, build, executor)
+    if settings.uses_servers and not _has_ranks(settings.cluster):
         from slimectl.policies.rank_group import LockedPolicy
 
         return LockedPolicy(trainer)
@@ -79,22 +82,24 @@ def critic(
         start = model_folder(options.load, setting="algorithm.critic_load") if options.load else start
     elif settings.algorithm.trained_output != "values":
         return None
-    trainer: Critic = _build_over_ranks(settings, partial(_build, settings, start, "critic", total_steps, lr), executor)
+    trainer: Critic = _build_over_ranks(
+        settings.cluster, partial(_build, settings, start, "critic", total_steps, lr), executor
+    )
     return trainer
 
 
-def _has_ranks(settings: Settings) -> bool:
-    return settings.cluster.ranks > 1 or settings.cluster.executor != "local"
+def _has_ranks(cluster: ClusterSettings) -> bool:
+    return cluster.ranks > 1 or cluster.executor != "local"
 
 
-def _build_over_ranks(settings: Settings, build: Callable[[], Any], executor: Executor | None) -> Any:
+def _build_over_ranks(cluster: ClusterSettings, build: Callable[[], Any], executor: Executor | None) -> Any:
     """Call `build` in this process, or on every rank."""
-    if not _has_ranks(settings):
+    if not _has_ranks(cluster):
         return build()
     from slimectl.executors.local import LocalExecutor
     from slimectl.policies.rank_group import DistributedPolicy
 
-    return DistributedPolicy(executor or LocalExecutor(), build, ranks=settings.cluster.ranks)
+    return DistributedPolicy(executor or LocalExecutor(), build, ranks=cluster.ranks)
 
 
 def check_policy(settings: Settings) -> None:
@@ -103,7 +108,7 @@ def check_policy(settings: Settings) -> None:
     Raises MissingExtraError, SettingsError, BackendError or CheckpointError.
     """
     _check_models(settings)
-    policy_backend(settings).check(settings)
+    policy_backend(settings.train).check(settings)
 
 
 def check_training(settings: Settings) -> None:
@@ -128,7 +133,7 @@ def check_training(settings: Settings) -> None:
         steps = settings.train.lr_decay_iters or total_steps(settings)
         lr = settings.train.lr if steps is None else None  # the end of a schedule may follow from a file of samples
         options = _options(settings, folder, "policy", steps, lr)
-        policy_backend(settings).check_training(settings, folder, options)
+        policy_backend(settings.train).check_training(settings, folder, options)
 
 
 def _check_models(settings: Settings) -> None:
@@ -160,7 +165,7 @@ def _build(
     critic = settings.algorithm.critic_options
     if role == "policy" and critic is not None and critic.shared:
         role = "actor_critic"
-    return policy_backend(settings).build(settings, folder, role, options, checkpoint or ModelCheckpoint())
+    return policy_backend(settings.train).build(settings, folder, role, options, checkpoint or ModelCheckpoint())
 
 
 def _options(settings: Settings, folder: Path, role: Role, total_steps: int | None, lr: float | None) -> TrainerOptions:
@@ -174,10 +179,10 @@ def _options(settings: Settings, folder: Path, role: Role, total_steps: int | No
     if settings.deterministic:
         check_model(read_config(folder), device=device(train.device), backend=train.backend)
     return TrainerOptions(
-        optimizer=_optimizer(settings, total_steps, lr),
+        optimizer=_optimizer(train, total_steps, lr),
         temperature=1.0 if values else settings.policy_temperature,
         max_tokens_per_pack=train.max_tokens_per_gpu,
-        batching=_batching(settings, folder),
+        batching=_batching(train, folder),
         share_prefixes=train.shares_prefixes,
         dtype=train.dtype,
         recompute=Recompute(settings.recompute_granularity or "none", tuple(settings.recompute_modules)),
@@ -185,7 +190,7 @@ def _options(settings: Settings, folder: Path, role: Role, total_steps: int | No
         train_only=train.only_train_params_name_list,
         freeze_vision_tower=train.freeze_vision_tower,
         trains=trains,
-        lora=_lora(settings) if trains else None,
+        lora=_lora(train) if trains else None,
         offload=train.offload,
         # Only the policy replays the engine's routing, not frozen models and critics.
         rollout_routing_replay=train.use_rollout_routing_replay and trains and not values,
@@ -195,11 +200,10 @@ def _options(settings: Settings, folder: Path, role: Role, total_steps: int | No
     )
 
 
-def _batching(settings: Settings, folder: Path) -> BatchingOptions:
+def _batching(train: TrainSettings, folder: Path) -> BatchingOptions:
     """Return the options that pack rows into micro-batches and distribute them over ranks."""
     from slimectl.algorithms.packing import BatchingOptions
 
-    train = settings.train
     size = None if train.use_dynamic_batch_size else train.micro_batch_size
     if not train.balance_by_flops:
         return BatchingOptions(size, "tokens" if train.balance_data else "none")
@@ -257,20 +261,19 @@ def _packer(settings: Settings, folder: Path) -> Packer | None:
     from slimectl.algorithms.packing import plan_batches
     from slimectl.data.routed_experts import routing_marks
 
-    packing = policy_backend(settings).packing(settings, folder)
+    packing = policy_backend(settings.train).packing(settings, folder)
     if packing is None:
         return None
     options: dict[str, Any] = {"max_tokens": packing.max_tokens, "ranks": packing.ranks}
-    options |= {"share": packing.shares_prefixes, "batching": _batching(settings, folder)}
+    options |= {"share": packing.shares_prefixes, "batching": _batching(settings.train, folder)}
     if settings.train.use_rollout_routing_replay:
         return lambda rows: plan_batches(rows, marks=routing_marks(rows), **options)
     return partial(plan_batches, **options)
 
 
-def _lora(settings: Settings) -> LoraOptions | None:
+def _lora(train: TrainSettings) -> LoraOptions | None:
     from slimectl.policies.lora import LoraOptions
 
-    train = settings.train
     if train.lora_rank is None:
         return None
     alpha = 2.0 * train.lora_rank if train.lora_alpha is None else train.lora_alpha
@@ -278,11 +281,10 @@ def _lora(settings: Settings) -> LoraOptions | None:
     return LoraOptions(train.lora_rank, alpha, tuple(train.lora_targets), load)
 
 
-def _optimizer(settings: Settings, total_steps: int | None, lr: float | None = None) -> OptimizerOptions:
+def _optimizer(train: TrainSettings, total_steps: int | None, lr: float | None = None) -> OptimizerOptions:
     """Return the optimizer options of [train]. An explicit `lr` is constant."""
     from slimectl.policies.optimizer import OptimizerOptions
 
-    train = settings.train
     steps = train.lr_decay_iters or total_steps
     return OptimizerOptions(
         lr=train.lr if lr is None else lr,
@@ -300,20 +302,21 @@ def _optimizer(settings: Settings, total_steps: int | None, lr: float | None = N
     )
 
 
-def changed_schedule(settings: Settings, checkpoint: Path, total_steps: int | None) -> str:
-    """Describe how these settings change the learning rate of the step after a checkpoint, or return ""."""
+def warn_of_changed_schedule(train: TrainSettings, checkpoint: Path, total_steps: int | None) -> None:
+    """Warn if the learning rate of the next step differs from the run that saved the checkpoint."""
     from slimectl.policies.checkpoint import saved_options
     from slimectl.policies.optimizer import changed_schedule
 
     saved = saved_options(checkpoint)
-    return "" if saved is None else changed_schedule(*saved, _optimizer(settings, total_steps))
+    if saved is not None and (message := changed_schedule(*saved, _optimizer(train, total_steps))):
+        logger.warning(message)
 
 
-def unmet_schedule(settings: Settings, updates: int, total_steps: int | None) -> str:
+def unmet_schedule(train: TrainSettings, updates: int, total_steps: int | None) -> str:
     """Describe where the schedule ended if a run did not make `total_steps` updates, or return ""."""
     from slimectl.policies.optimizer import unmet_schedule
 
-    return "" if settings.train.lr_decay_iters else unmet_schedule(updates, _optimizer(settings, total_steps))
+    return "" if train.lr_decay_iters else unmet_schedule(updates, _optimizer(train, total_steps))
 
 
 def total_steps(settings: Settings, *, rollouts: int | None = None) -> int | None:

@@ -47,7 +47,7 @@ def check_engine(settings: Settings) -> None:
     Raises BackendError, SettingsError or CheckpointError. On a Ray cluster, the machines that start servers check them.
     """
     if settings.engine.load:
-        pushed_precision(settings, served_model(settings, Path()))  # raises
+        pushed_precision(settings, served_model(settings.engine, Path()))  # raises
     if settings.train.lora_rank is not None and settings.uses_servers:
         adapter_obstacle(settings)  # raises
     if settings.engine.url:
@@ -106,7 +106,7 @@ def new_pool(settings: Settings, model: Path, *, executor: Executor, folder: Pat
     from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
 
     engine, logs, api_key = settings.engine, folder / "logs", keys(settings, ()).api_key
-    specs = engine_backend(settings).specs(settings, served_model(settings, model))
+    specs = engine_backend(settings).specs(settings, served_model(settings.engine, model))
     specs = [spec for spec in specs if spec.gets_weights]
 
     return ServerPool(

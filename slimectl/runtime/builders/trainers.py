@@ -17,6 +17,7 @@ from slimectl.plugins.registry import POLICIES
 from slimectl.runtime.builders.backends import backend
 from slimectl.runtime.builders.models import is_gguf, model_folder
 from slimectl.settings import Settings
+from slimectl.settings.train import MegatronSettings, TrainSettings
 
 if TYPE_CHECKING:
     from slimectl.policies.fsdp.trainer import FsdpTrainer
@@ -98,13 +99,12 @@ class FsdpBackend(PolicyBackend):
         return trainers.get(role, FsdpPolicy)(folder, checkpoint, options)
 
 
-def _check_save_format(settings: Settings, dense: int | None) -> None:
+def _check_save_format(megatron: MegatronSettings, dense: int | None) -> None:
     """Reject torch_dist if pipeline stage `dense` has no experts, because megatron-core (0.16.1) fails an assertion.
 
     With TransformerEngine or Apex, its distributed optimizer does not fail. Delete this when megatron-core can save an
     optimizer without parameters.
     """
-    megatron = settings.megatron
     if dense is None or megatron.save_format == "hf" or not megatron.use_distributed_optimizer:
         return
     if find_spec("transformer_engine") is None and find_spec("apex") is None:
@@ -137,9 +137,10 @@ class MegatronBackend(PolicyBackend):
                 f'train.backend: "megatron" does not train {family.name}, because it cannot read images. Use "fsdp".'
             )
         transformer = family.architecture(config).transformer
-        for problem in problems(layout(settings), transformer, settings.cluster.ranks):
+        parallel = layout(settings.megatron)
+        for problem in problems(parallel, transformer, settings.cluster.ranks):
             raise SettingsError(problem)
-        _check_save_format(settings, dense_stage(layout(settings), transformer))
+        _check_save_format(settings.megatron, dense_stage(parallel, transformer))
         obstacle = prefix_obstacle(transformer, settings.megatron.args)
         if settings.train.share_prompt_prefix and obstacle:
             raise SettingsError(
@@ -152,15 +153,15 @@ class MegatronBackend(PolicyBackend):
     def check_training(self, settings: Settings, folder: Path, options: TrainerOptions) -> None:
         from slimectl.policies.megatron.preflight import check_training
 
-        check_training(folder, options, _megatron_options(settings, options))
+        check_training(folder, options, _megatron_options(settings.megatron, options))
 
     def packing(self, settings: Settings, folder: Path) -> Packing:
         from slimectl.architectures.config import read_config
         from slimectl.architectures.registry import family_of
 
-        config, parallel, megatron = read_config(folder), layout(settings), settings.megatron
+        config, parallel = read_config(folder), layout(settings.megatron)
         transformer = family_of(config).architecture(config).transformer
-        obstacle = prefix_obstacle(transformer, megatron.args)
+        obstacle = prefix_obstacle(transformer, settings.megatron.args)
         tokens, ranks = settings.train.max_tokens_per_gpu * parallel.context, parallel.data(settings.cluster.ranks)
         return Packing(tokens, ranks, settings.train.shares_prefixes and not obstacle)
 
@@ -178,20 +179,19 @@ class MegatronBackend(PolicyBackend):
             train_step=hook(settings, "megatron.custom_before_train_step_hook_path"),
             store_prefix=STORE_PREFIXES.get(role, ""),
         )
-        megatron = _megatron_options(settings, options)
+        megatron = _megatron_options(settings.megatron, options)
         if role == "critic":
             megatron = replace(megatron, save_format="hf")
         trainers: dict[Role, type[MegatronTrainer]] = {"critic": MegatronCritic, "actor_critic": MegatronActorCritic}
         return trainers.get(role, MegatronPolicy)(folder, checkpoint, options, megatron, functions)
 
 
-def _megatron_options(settings: Settings, options: TrainerOptions) -> MegatronOptions:
+def _megatron_options(megatron: MegatronSettings, options: TrainerOptions) -> MegatronOptions:
     """Return the options of [megatron] for a model."""
     from slimectl.policies.options import MegatronOptions
 
-    megatron = settings.megatron
     return MegatronOptions(
-        layout=layout(settings),
+        layout=layout(megatron),
         args=megatron.args | ({"deterministic_mode": True} if options.deterministic else {}),
         distributed_optimizer=megatron.use_distributed_optimizer,
         optimizer_cpu_offload=megatron.optimizer_cpu_offload or options.offload == "optimizer",
@@ -200,14 +200,13 @@ def _megatron_options(settings: Settings, options: TrainerOptions) -> MegatronOp
     )
 
 
-def policy_backend(settings: Settings) -> PolicyBackend:
+def policy_backend(train: TrainSettings) -> PolicyBackend:
     """Return the backend that train.backend selects."""
-    return backend(POLICIES, settings.train.backend, PolicyBackend)
+    return backend(POLICIES, train.backend, PolicyBackend)
 
 
-def layout(settings: Settings) -> ParallelLayout:
+def layout(megatron: MegatronSettings) -> ParallelLayout:
     """Return the parallel layout that [megatron] specifies."""
-    megatron = settings.megatron
     return ParallelLayout(
         tensor=megatron.tensor_model_parallel_size,
         pipeline=megatron.pipeline_model_parallel_size,

@@ -86,7 +86,7 @@ def to_servers(
     from slimectl.engines.weight_sync.memory import TensorSync
     from slimectl.engines.weight_sync.verify import VerifiedSync
 
-    model = served_model(settings, model)
+    model = served_model(settings.engine, model)
     sync, dtype = settings.sync, pushed_precision(settings, model)
     files = Path(sync.update_weight_disk_dir or folder / "weights").absolute()
     write = partial(write_model, model.absolute())
@@ -129,7 +129,7 @@ def adapter_obstacle(settings: Settings) -> str | None:
         return 'sync.lora = "merged"'
     if not names:
         obstacle = f"servers of engine.backend = {settings.engine.backend} do not accept adapters"
-    elif not policy_backend(settings).streams_adapters:
+    elif not policy_backend(settings.train).streams_adapters:
         obstacle = f"policies of train.backend = {settings.train.backend} cannot export only the adapter"
     elif sync.transport not in ("auto", *names):
         obstacle = f"{settings.engine.backend} accepts adapters only through sync.transport = {' or '.join(names)}"

@@ -10,6 +10,7 @@ from slimectl.algorithms.packing import plan_batches, tokens_of
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.policies.megatron.attention import _calls
 from slimectl.policies.megatron.batch import MicroBatch, laid_out, packed, shares
+from slimectl.policies.pack_plan import plan_pack
 from slimectl.types import TrainingSample
 
 ROWS = [
@@ -21,17 +22,17 @@ ROWS = [
 
 def batch(layout: ParallelLayout, rank: int = 0) -> MicroBatch:
     [[pack]] = plan_batches(ROWS, max_tokens=50, share=False)
-    return laid_out(ROWS, pack, layout, rank=rank, device=torch.device("cpu"))
+    return laid_out(plan_pack(ROWS, pack), layout, rank=rank, device=torch.device("cpu"))
 
 
 def test_the_last_token_of_a_response_predicts_nothing_and_stays_out():
     made = batch(ParallelLayout())
-    assert made.members == [0, 1, 2]
+    assert made.plan.members == [0, 1, 2]
     assert made.tokens_T.tolist() == [1, 2, 3, 4, 6, 7, 9, 10]
     assert made.targets_R.tolist() == [4, 5, 8]
     assert made.tokens_T[made.predictions.sources_U].tolist() == [3, 4, 7]
-    assert made.row_R.tolist() == [0, 0, 1]
-    assert made.by_row(ROWS, torch.tensor([0.5, 1.5, 2.5])) == {0: [0.5, 1.5], 1: [2.5], 2: []}
+    assert made.plan.row_R.tolist() == [0, 0, 1]
+    assert made.plan.by_row(torch.tensor([0.5, 1.5, 2.5])) == {0: [0.5, 1.5], 1: [2.5], 2: []}
 
 
 def test_two_context_ranks_hold_the_outer_and_the_inner_chunks_and_predict_what_follows_them():
@@ -50,7 +51,8 @@ def test_context_ranks_hold_chunks_of_a_prompt_and_of_the_answers_that_share_it(
     rows = [TrainingSample([1, 2, 3, 4, *answer], 4, [1.0] * 4) for answer in ([5, 6, 7, 8], [9, 5, 6, 7])]
     [[pack]] = plan_batches(rows, max_tokens=50)
     outer, inner = (
-        laid_out(rows, pack, ParallelLayout(context=2), rank=rank, device=torch.device("cpu")) for rank in (0, 1)
+        laid_out(plan_pack(rows, pack), ParallelLayout(context=2), rank=rank, device=torch.device("cpu"))
+        for rank in (0, 1)
     )
     # 1 2 3 4 5 6 7 . | 9 5 6 . : the second answer begins at position 8, behind the tokens at 0 to 3.
     assert outer.tokens_T.tolist() == [1, 2, 7, 0, 9, 0]
@@ -68,7 +70,7 @@ def test_attention_computes_branches_of_one_shape_in_one_call_whichever_prompt_t
     answers = ([5, 6, 7, 8], [9, 5, 6, 7], [8, 8, 8, 8])
     rows = [TrainingSample([first, 2, 3, 4, *answer], 4, [1.0] * 4) for first in (1, 11) for answer in answers]
     [[pack]] = plan_batches(rows, max_tokens=50)
-    made = laid_out(rows, pack, ParallelLayout(), rank=0, device=torch.device("cpu"))
+    made = laid_out(plan_pack(rows, pack), ParallelLayout(), rank=0, device=torch.device("cpu"))
     # Each prompt with its first answer, seven tokens; then the other answers, three tokens behind four.
     assert [call.count for call in _calls(made.sequences)] == [2, 4]
     assert made.sequences.lengths == (7, 7, 3, 3, 3, 3)
@@ -81,8 +83,8 @@ def test_tensor_ranks_can_cut_every_pack():
 
 
 def test_a_pack_without_rows_is_one_token_that_nothing_is_asked_of():
-    made = laid_out(ROWS, [], ParallelLayout(), rank=0, device=torch.device("cpu"))
-    assert (made.members, len(made.tokens_T), len(made.targets_R)) == ([], 1, 0)
+    made = laid_out(plan_pack(ROWS, []), ParallelLayout(), rank=0, device=torch.device("cpu"))
+    assert (made.plan.members, len(made.tokens_T), len(made.targets_R)) == ([], 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_a_pack_is_padded_by_a_sequence_that_nothing_attends_to():
     rows = [TrainingSample([1, 2, 3, 4, *answer], 4, [1.0] * 4) for answer in ([5, 6, 7, 8], [9, 5, 6, 7])]
     [[pack]] = plan_batches(rows, max_tokens=50)
     plain, padded = (
-        laid_out(rows, pack, ParallelLayout(), rank=0, device=torch.device("cpu"), multiple=multiple)
+        laid_out(plan_pack(rows, pack), ParallelLayout(), rank=0, device=torch.device("cpu"), multiple=multiple)
         for multiple in (5, 16)
     )
     assert plain.sequences.lengths == (7, 3)  # ten tokens, the second answer's behind a context of four

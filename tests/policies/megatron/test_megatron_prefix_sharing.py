@@ -15,7 +15,7 @@ from policies.trie_cases import assert_same_step, calm_model, counted_tokens, fo
 from rank_cases import Ranks, megatron
 from torch import Tensor
 
-from slimectl.algorithms import prefix_trie
+from slimectl.algorithms import packing
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.policies.megatron.policy import MegatronActorCritic
 from slimectl.policies.optimizer import OptimizerOptions
@@ -62,7 +62,7 @@ def test_values_before_shared_tokens_are_those_of_rows_alone(folder: Callable[..
 
 
 def test_a_forward_pass_computes_every_prefix_once(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prefix_trie, "LEAST_SAVING", 0)
+    monkeypatch.setattr(packing, "LEAST_SAVING", 0)
     rows, shared = forked_rows(3), trainer(folder())
     with counted_tokens(shared.chunks[0].module.embedding) as counts:
         shared.forward_backward(rows, Clipped())
@@ -94,7 +94,7 @@ def test_what_cannot_be_shared_is_computed_alone(folder: Callable[..., Path]):
 
 
 def test_rows_share_tokens_that_the_engine_routed_alike(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prefix_trie, "LEAST_SAVING", 0)
+    monkeypatch.setattr(packing, "LEAST_SAVING", 0)
     rows = routed(forked_rows(6), layers=2, experts=4, by_prefix=True)
     shared, alone = (
         trainer(folder("experts"), rollout_routing_replay=True, share_prefixes=share) for share in (True, False)
@@ -108,7 +108,7 @@ def test_rows_share_tokens_that_the_engine_routed_alike(folder: Callable[..., Pa
 def test_rows_share_tokens_whose_recorded_routing_is_that_of_one_computed_token(
     folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(prefix_trie, "LEAST_SAVING", 0)
+    monkeypatch.setattr(packing, "LEAST_SAVING", 0)
     rows = list({tuple(row.tokens): row for row in forked_rows(7)}.values())
     policy = trainer(folder("experts"), routing_replay=True)
     halves = rows[:6], rows[6:]
