@@ -91,7 +91,7 @@ class Recorder:
 
     async def ask(self, session: Any, messages: list[dict[str, Any]], n: int = 1) -> str:
         """Ask for `n` answers; returns the text of the last, which is appended to the messages."""
-        from slimectl.agents.chat_request import ChatRequest
+        from slimectl.chats.requests import ChatRequest
 
         reply = await session.answer(ChatRequest(list(messages), max_tokens=self.options.answer, n=n))
         text = str(reply.answers[-1].parts.content or "")

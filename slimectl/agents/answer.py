@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from slimectl.agents.chat_request import ChatRequest, EndpointError
-from slimectl.data.answers import ParsedAnswer, format_of
+from slimectl.agents.chat_request import EndpointError
+from slimectl.chats.requests import ChatRequest
+from slimectl.data.answers import AnswerParser, ParsedAnswer, format_of
 from slimectl.data.growing_text import GrowingText, before_stop, marked_text
 from slimectl.data.token_bytes import TokenBytes
 from slimectl.data.token_log_probs import TokenLogProb
@@ -95,8 +96,7 @@ class AnswerReader:
         """Divide a completion of these prompt tokens. Look for calls only if the request has tools."""
         if request.prompt is not None:
             return ParsedAnswer(completion.text)
-        parts = self._format.parse(self._text(completion, stop), request.tools, prompt=self._prompt_end(prompt))
-        return _shown(parts, request)
+        return self._parser(request, prompt).parse(self._text(completion, stop))
 
     def stop_string(self, completion: Completion, stop: Sequence[str]) -> str | None:
         """Return the stop string that ended a completion, or None if it ended otherwise."""
@@ -110,13 +110,12 @@ class AnswerReader:
         backend = self.tokenizer.backend_tokenizer
         if request.prompt is not None:
             return GrowingAnswer(GrowingText(backend), stop, ParsedAnswer)
-        prompt_end, with_marks = self._prompt_end(prompt), self._marks_are_special
+        parse = partial(self._parser(request, prompt).parse, complete=False)
+        return GrowingAnswer(GrowingText(backend, keep_special=self._marks_are_special), stop, parse)
 
-        def parse(text: str) -> ParsedAnswer:
-            text = self._without_end(text) if with_marks else text
-            return _shown(self._format.parse(text, request.tools, prompt=prompt_end, complete=False), request)
-
-        return GrowingAnswer(GrowingText(backend, keep_special=with_marks), stop, parse)
+    def _parser(self, request: ChatRequest, prompt: Sequence[int]) -> AnswerParser:
+        ends = self._unmarked if self._marks_are_special else ()
+        return AnswerParser(self._format, request.tools, self._prompt_end(prompt), ends, request.single_call)
 
     def _prompt_end(self, prompt: Sequence[int]) -> str:
         """Return the end of the prompt, in which a template may have opened the reasoning."""
@@ -148,17 +147,7 @@ class AnswerReader:
         if not self._marks_are_special:
             return completion.text
         decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
-        return self._without_end(marked_text(decode, completion.tokens, completion.text, stop))
-
-    def _without_end(self, text: str) -> str:
-        """Remove the special tokens at the end of a text that have no meaning in an answer."""
-        while end := next((token for token in self._unmarked if text.endswith(token)), ""):
-            text = text.removesuffix(end)
-        return text
-
-
-def _shown(parts: ParsedAnswer, request: ChatRequest) -> ParsedAnswer:
-    return replace(parts, tool_calls=parts.tool_calls[:1]) if request.single_call else parts
+        return marked_text(decode, completion.tokens, completion.text, stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,16 @@ from typing import Any
 
 from slimectl.agents.answer import AgentAnswer, AgentReply
 from slimectl.agents.answer_stream import BlockEventWriter, Event
-from slimectl.agents.chat_request import ChatRequest, shared_fields
 from slimectl.chats.messages import REASONING, MessageError, function_call, plain_text
-from slimectl.chats.request_body import RequestBody
-from slimectl.chats.request_options import forced_tool, read_schema, refuse_empty, stop_strings
+from slimectl.chats.requests import (
+    ChatRequest,
+    RequestBody,
+    forced_tool,
+    read_schema,
+    refuse_empty,
+    shared_fields,
+    stop_strings,
+)
 from slimectl.data.tool_calls import ToolCall
 
 BLOCK_TYPES = {"reasoning": "thinking", "text": "text"}

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from slimectl.agents.chat_request import ChatRequest
+from slimectl.chats.requests import ChatRequest
 
 Value = TypeVar("Value")
 

@@ -19,17 +19,16 @@ from aiohttp import web
 from slimectl.agents import anthropic_messages, openai_chat, openai_responses, request_keys
 from slimectl.agents.answer import AgentReply
 from slimectl.agents.answer_stream import AnswerStream, Event, EventWriter
-from slimectl.agents.chat_request import ChatRequest, EndpointError, numbered
+from slimectl.agents.chat_request import EndpointError, numbered
 from slimectl.agents.request_keys import ApiKeys
 from slimectl.agents.session import Session, reward_value
 from slimectl.chats.messages import MessageError
-from slimectl.chats.request_body import RequestBody
+from slimectl.chats.requests import ChatRequest, RequestBody
 from slimectl.errors import RecordError, SettingsError, SlimectlError
+from slimectl.system.http import send_part
 
 LONGEST_BODY = 64 << 20
 """Maximum bytes of a request."""
-SEND_S = 60.0
-"""Seconds for which a client may read nothing from a stream."""
 
 Route = tuple[str, str, Callable[[web.Request], Awaitable[web.StreamResponse]]]
 """Method, path and handler."""
@@ -260,19 +259,9 @@ class _StreamOutput:
         async with self._sending:
             if not self.response.prepared:
                 await self.response.prepare(self._request)
-            await _send(self.response, events)
-
-
-async def _send(response: web.StreamResponse, events: Iterable[Event]) -> None:
-    """Send events in one packet. Raises ConnectionResetError if the client reads nothing."""
-    lines = [(f"event: {name}\n" if name else "") + f"data: {data}\n\n" for name, data in events]
-    if not lines:
-        return
-    try:
-        async with asyncio.timeout(SEND_S):
-            await response.write("".join(lines).encode())
-    except TimeoutError:
-        raise ConnectionResetError(f"the client has read nothing for {SEND_S:.0f} s") from None
+            lines = [(f"event: {name}\n" if name else "") + f"data: {data}\n\n" for name, data in events]
+            if lines:
+                await send_part(self.response, "".join(lines))
 
 
 class SessionServer:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from slimectl.agents.answer import AgentAnswer, AgentReply
 from slimectl.agents.answer_stream import Event, EventWriter
-from slimectl.agents.chat_request import MOST_RESPONSES, ChatRequest, shared_fields
-from slimectl.chats.messages import MessageError, checked_text, normalized_chat
-from slimectl.chats.request_body import RequestBody
-from slimectl.chats.request_options import MOST_TOP, forced_tool, read_schema, read_tools, refuse_empty, stop_strings
+from slimectl.agents.chat_request import MOST_RESPONSES
+from slimectl.chats import requests
+from slimectl.chats.requests import ChatRequest, RequestBody
 from slimectl.data.answers import ParsedAnswer
 from slimectl.data.chat_responses import (
     CHAT,
@@ -32,23 +30,9 @@ from slimectl.data.tool_calls import ToolCall
 def read_chat(values: Any) -> ChatRequest:
     """Read the body of /chat/completions. Raises MessageError."""
     body = RequestBody.of(values)
-    choice, tools = body.raw("tool_choice"), read_tools(body)
-    messages = refuse_empty(normalized_chat(body.objects("messages") or []))
-    _check_continuation(body, is_continued=messages[-1]["role"] == "assistant")
-    log_probs, top = body.flag("logprobs"), body.whole("top_logprobs", 0, high=MOST_TOP)
-    if top and not log_probs:
-        raise body.refuse("top_logprobs", "needs logprobs: true")
-    return ChatRequest(
-        messages,
-        [] if choice == "none" else tools,
-        **_shared(body),
-        log_probs=log_probs,
-        top_log_probs=top,
-        max_tokens=body.max_tokens(0) or None,
-        single_call=not body.flag("parallel_tool_calls", True),
-        forced_tool=forced_tool(choice, tools),
-        json_schema=read_schema(body.inner("response_format"), is_nested=True),
-    )
+    request = requests.read_chat(body)
+    _check_continuation(body, is_continued=request.messages[-1]["role"] == "assistant")
+    return request
 
 
 def _check_continuation(body: RequestBody, *, is_continued: bool) -> None:
@@ -60,40 +44,8 @@ def _check_continuation(body: RequestBody, *, is_continued: bool) -> None:
 
 
 def read_completions(values: Any) -> list[ChatRequest]:
-    """Read the body of /completions: one or several prompts, as strings or token ids. Raises MessageError."""
-    body = RequestBody.of(values)
-    prompt = body.raw("prompt")
-    is_list = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
-    prompts = prompt if is_list else [prompt]
-    if len(prompts) > MOST_RESPONSES:
-        raise body.refuse("prompt", f"{len(prompts)} prompts are too many. The maximum is {MOST_RESPONSES}.")
-    request = ChatRequest(
-        max_tokens=body.count("max_tokens") or 16,
-        **_shared(body),
-        log_probs="logprobs" in body,
-        top_log_probs=body.whole("logprobs", 0, high=MOST_TOP),
-        echo=body.flag("echo"),
-    )
-    return [replace(request, prompt=_prompt(text)) for text in prompts]
-
-
-def _prompt(prompt: Any) -> str | list[int]:
-    if isinstance(prompt, str) and prompt:
-        return checked_text(prompt, "prompt")
-    if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
-        return prompt
-    raise MessageError("prompt", "must be a string, a list of token ids, or a list of either")
-
-
-def _shared(body: RequestBody) -> dict[str, Any]:
-    if body.object("stream_options") and not body.flag("stream"):
-        raise body.refuse("stream_options", "applies only to streams. Add stream: true, or leave it out.")
-    return {
-        **shared_fields(body),
-        "stop": stop_strings(body),
-        "n": body.count("n") or 1,
-        "stream_usage": body.inner("stream_options").flag("include_usage"),
-    }
+    """Read the body of /completions. Raises MessageError."""
+    return requests.read_completions(RequestBody.of(values), most=MOST_RESPONSES)
 
 
 def chat_response(replies: Sequence[AgentReply]) -> dict[str, Any]:

@@ -9,12 +9,18 @@ from typing import Any
 
 from slimectl.agents.answer import AgentAnswer, AgentReply
 from slimectl.agents.answer_stream import BlockEventWriter, Event
-from slimectl.agents.chat_request import ChatRequest, shared_fields
 from slimectl.agents.request_keys import INCLUDES
 from slimectl.chats.messages import REASONING, MessageError, function_call, plain_text
-from slimectl.chats.request_body import RequestBody
 from slimectl.chats.request_keys import names
-from slimectl.chats.request_options import MOST_TOP, forced_tool, read_schema, refuse_empty
+from slimectl.chats.requests import (
+    MOST_TOP,
+    ChatRequest,
+    RequestBody,
+    forced_tool,
+    read_schema,
+    refuse_empty,
+    shared_fields,
+)
 from slimectl.data.token_log_probs import chat_scores
 from slimectl.data.tool_calls import ToolCall
 

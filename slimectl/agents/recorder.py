@@ -15,7 +15,7 @@ from slimectl.agents.answer import AnswerReader
 from slimectl.agents.chat_request import EndpointError
 from slimectl.agents.endpoint import MESSAGES, RESPONSES, Endpoint, Route
 from slimectl.agents.session import Generate, Score, Session, SessionLimits, reward_value
-from slimectl.chats.request_body import RequestBody
+from slimectl.chats.requests import RequestBody
 from slimectl.types import Sample, SamplingParams
 
 MOST_TURNS = 100_000

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 from slimectl.agents.answer import AgentAnswer, AgentReply, AnswerReader
 from slimectl.agents.answer_stream import AnswerStream
-from slimectl.agents.chat_request import ChatRequest, EndpointError, answer_message
+from slimectl.agents.chat_request import EndpointError, answer_message
 from slimectl.agents.trajectory_tree import Continuation, TrajectoryTree, Turn
 from slimectl.chats.messages import MessageError
+from slimectl.chats.requests import ChatRequest
 from slimectl.data.chat_responses import call_ids
 from slimectl.data.token_log_probs import TokenLogProb
 from slimectl.errors import SettingsError

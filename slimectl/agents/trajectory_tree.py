@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slimectl.agents.chat_request import ChatRequest, refusing
+from slimectl.agents.chat_request import refusing
 from slimectl.agents.chat_trie import ChatTrie, KnownChat
+from slimectl.chats.requests import ChatRequest
 from slimectl.data.chat import encode, encode_raw, following, render
 from slimectl.data.growing_text import marked_text, response_text
 from slimectl.types import FINISHED, VERSION_SPANS, Completion, Prompt, Sample, Status, detached_copy

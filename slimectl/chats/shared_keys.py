@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slimectl.chats.request_keys import unset
+from slimectl.chats.request_keys import ObjectKeys, names, unset
 
 _TOOLS = "is not supported. Use tools and tool_choice."
 _TEMPLATE_SWITCH = "is an argument of the chat template. Put it into chat_template_kwargs."
@@ -83,3 +83,36 @@ CHAT_REMEDIES = {
     "include_reasoning": 'is not supported. Drop "reasoning_content" from the response.',
     "input_ids": "is not supported. Send them to /generate, or as prompt to /v1/completions.",
 }
+SAMPLING = names(
+    "temperature top_p top_k min_p n stop stop_token_ids ignore_eos skip_special_tokens no_stop_trim stream_interval "
+    "frequency_penalty presence_penalty repetition_penalty logit_bias json_schema regex"
+)
+"""Sampling parameters with the same name in all APIs."""
+SPACES = frozenset({"spaces_between_special_tokens"})
+"""Accepted but without effect, because tokenizers from tokenizer.json never add spaces."""
+_GRAMMARS = "is not supported. Use regex or json_schema."
+_NATIVE_NAMES = {
+    "max_tokens": "is a name of OpenAI's API. Use max_new_tokens.",
+    "max_completion_tokens": "is a name of OpenAI's API. Use max_new_tokens.",
+    "min_tokens": "is a name of OpenAI's API. Use min_new_tokens.",
+    "seed": "is a name of OpenAI's API. Use sampling_seed.",
+    "ebnf": _GRAMMARS,
+}
+SAMPLING_PARAMS = ObjectKeys(
+    SAMPLING | {"max_new_tokens", "min_new_tokens", "sampling_seed"},
+    SPACES,
+    neutral={
+        **unset("ebnf structural_tag stop_regex custom_params"),
+        "beam_width": (1,),
+    },
+    remedies=_NATIVE_NAMES,
+)
+STRUCTURED_OUTPUTS = ObjectKeys(
+    names("json regex choice json_object"),
+    neutral=unset(
+        "grammar structural_tag disable_any_whitespace disable_additional_properties whitespace_pattern "
+        "disable_fallback"
+    ),
+    remedies={"grammar": "is not supported by `slimectl serve`. Use regex or json."},
+)
+STREAM_OPTIONS = ObjectKeys(names("include_usage continuous_usage_stats"), names("include_obfuscation"))

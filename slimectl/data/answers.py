@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from slimectl.data.tool_calls import CallNotation, ToolCall, Tools, notation_of
 from slimectl.rewards.thoughts import END_OF_THINK, THINK
@@ -62,6 +63,26 @@ class AnswerFormat:
         if not end and not complete:
             return body[: _stable(body, (END_OF_THINK,))].lstrip("\n"), ""
         return body.strip("\n"), content.lstrip("\n")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerParser:
+    """Splits the responses to one chat, whose rendering ends with `prompt`."""
+
+    format: AnswerFormat
+    tools: Tools = ()
+    prompt: str = ""
+    ends: Collection[str] = ()
+    """Special tokens without a meaning in a response, which are removed from its end."""
+    single_call: bool = False
+    """Whether a response keeps only its first call."""
+
+    def parse(self, text: str, *, complete: bool = True) -> ParsedAnswer:
+        """Return the parts of a response. If it is not `complete`, only the parts that can no longer change."""
+        while end := next((token for token in self.ends if text.endswith(token)), ""):
+            text = text.removesuffix(end)
+        parts = self.format.parse(text, self.tools, prompt=self.prompt, complete=complete)
+        return replace(parts, tool_calls=parts.tool_calls[:1]) if self.single_call else parts
 
 
 def format_of(chat_template: str | dict[str, str] | None) -> AnswerFormat:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses that are worth a retry."""
 
 LONGEST_MESSAGE = 500
+SEND_S = 60.0
+"""Seconds that a client may go without reading a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +80,12 @@ async def request(
             return Reply(reply.status, parsed(await reply.text()))
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise BackendError(f"{url} is not answering: {first_line(error)}") from error
+
+
+async def send_part(response: Any, text: str) -> None:
+    """Write a part of aiohttp's stream response. Raises ConnectionResetError if the client reads nothing."""
+    try:
+        async with asyncio.timeout(SEND_S):
+            await response.write(text.encode())
+    except TimeoutError:
+        raise ConnectionResetError(f"the client has read nothing for {SEND_S:.0f} s") from None

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimectl.agents import chat_trie
-from slimectl.agents.chat_request import ChatRequest, EndpointError
+from slimectl.agents.chat_request import EndpointError
 from slimectl.agents.chat_trie import message_key
 from slimectl.agents.openai_chat import chat_response, read_chat
 from slimectl.agents.session import Session
+from slimectl.chats.requests import ChatRequest
 from slimectl.types import Sample, Status
 
 

@@ -15,7 +15,7 @@ from slimectl.agents.chat_request import EndpointError
 from slimectl.agents.openai_chat import read_chat, read_completions
 from slimectl.agents.trajectory_tree import TrajectoryTree
 from slimectl.chats.messages import MessageError, normalized_chat
-from slimectl.chats.request_body import RequestBody
+from slimectl.chats.requests import RequestBody
 from slimectl.data.chat import render
 from slimectl.data.columns import PromptOptions
 from slimectl.data.prompts import prompt_of

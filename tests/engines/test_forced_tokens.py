@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slimectl.agents.answer import AnswerReader
-from slimectl.agents.chat_request import ChatRequest
 from slimectl.agents.session import Session, SessionLimits
+from slimectl.chats.requests import ChatRequest
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.generation import GroupGenerator

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from slimectl.chats.request_body import RequestBody
+from slimectl.chats.requests import RequestBody
 from slimectl.engines.http.weight_client import SharedMemoryBlock
 from slimectl.engines.server.weight_updates import shared_tensors
 from slimectl.engines.sglang.weight_client import SglangWorkers, flatten, pickled

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slimectl.agents.answer import AgentAnswer, AnswerReader
-from slimectl.agents.chat_request import ChatRequest, EndpointError, answer_message
+from slimectl.agents.chat_request import EndpointError, answer_message
 from slimectl.agents.environments.episode import (
     Episode,
     EpisodeError,
@@ -24,6 +24,7 @@ from slimectl.agents.environments.port import Action, Messages, Observation, Tas
 from slimectl.agents.openai_chat import read_chat
 from slimectl.agents.session import Session, SessionLimits
 from slimectl.chats.messages import MessageError
+from slimectl.chats.requests import ChatRequest
 from slimectl.data.chat import chat_of
 from slimectl.errors import RecordError
 from slimectl.types import Sample, SamplingParams, Status

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slimectl.architectures.lora import halves, is_adapter, layer_of, merged
-from slimectl.chats.request_body import RequestBody
+from slimectl.chats.requests import RequestBody
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.embedded.weights import FileTensor
 from slimectl.engines.server.request_keys import ADAPTER

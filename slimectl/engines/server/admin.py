@@ -10,8 +10,8 @@ from typing import Any
 from aiohttp import web
 
 from slimectl import __version__
+from slimectl.chats.requests import GenerationRequest
 from slimectl.engines.server.errors import RequestError
-from slimectl.engines.server.sampling_params import GenerationRequest
 from slimectl.engines.server.schema import read
 from slimectl.engines.server.state import SERVICE, Service
 from slimectl.types import SamplingParams

@@ -15,14 +15,14 @@ from aiohttp import web
 from slimectl.data.token_log_probs import TokenLogProb
 from slimectl.engines.embedded.engine import EmbeddedEngine
 from slimectl.engines.server import admin, openai_api, sglang_api, weight_updates
-from slimectl.engines.server.access import ACCESS, GUARD, Access, Guard, admitted
+from slimectl.engines.server.access import ACCESS, GUARD, Access, admitted
 from slimectl.engines.server.connections import KEEP_ALIVE_S, ConnectionLimiter, counted, raise_descriptor_limit
 from slimectl.engines.server.engine_thread import EngineThread
 from slimectl.engines.server.errors import NOTICES, Notices, error_middleware, line
 from slimectl.engines.server.log_probs import prompt_scores
 from slimectl.engines.server.requests import RequestTable
 from slimectl.engines.server.schema import BODIES, LONGEST_BODY, BodyMemory
-from slimectl.engines.server.state import SERVICE, ServerConfig, Service, Streaming
+from slimectl.engines.server.state import SERVICE, ServerConfig, Service
 from slimectl.protocols import OnTokens
 from slimectl.types import Completion, SamplingParams
 
@@ -99,19 +99,16 @@ async def running(
     served: ServerConfig,
     listening: socket.socket,
     *,
-    guard: Guard,
-    streaming: Streaming = Streaming(),
-    pause_timeout_s: float = 60.0,
     extension: ApiExtension | None = None,
 ) -> AsyncIterator[Service]:
     """Run the server inside the `async with` block."""
     thread, notices = EngineThread(engine), Notices()
-    service = Service(served, thread, RequestTable(thread, served.tokenizer), streaming=streaming)
+    service = Service(served, thread, RequestTable(thread, served.tokenizer), streaming=served.streaming)
     asyncio.get_running_loop().set_exception_handler(lambda _, context: notices.tell("loop", _describe(context)))
     app = web.Application(
         client_max_size=LONGEST_BODY, middlewares=[counted, error_middleware, admitted, *served.middlewares]
     )
-    app[SERVICE], app[GUARD], app[NOTICES], app[BODIES] = service, guard, notices, BodyMemory()
+    app[SERVICE], app[GUARD], app[NOTICES], app[BODIES] = service, served.guard, notices, BodyMemory()
     access_of: dict[object, Access] = {handler: access for handler, _, access in ROUTES.values()}
     app[ACCESS] = access_of
     replaced: set[tuple[str, str]] = set()
@@ -132,7 +129,7 @@ async def running(
     limiter = ConnectionLimiter(notices)
     options: dict[str, Any] = {"access_log": None, "keepalive_timeout": KEEP_ALIVE_S, "lingering_time": 2.0}
     accepting = limiter.accept(listening, runner.server, auto_decompress=False, **options)
-    work = (accepting, limiter.sweep(), _end_waits(service, pause_timeout_s))
+    work = (accepting, limiter.sweep(), _end_waits(service, served.pause_timeout_s))
     tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
         yield service
@@ -173,9 +170,6 @@ async def serve(
     listening: socket.socket,
     *,
     load: bool,
-    guard: Guard,
-    streaming: Streaming,
-    pause_timeout_s: float,
     ready: Callable[[], None],
     extension: ApiExtension | None = None,
 ) -> tuple[int, bool]:
@@ -189,8 +183,7 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
             asyncio.get_running_loop().add_signal_handler(number, _settle, stopped, int(number))
-    limits: dict[str, Any] = {"streaming": streaming, "pause_timeout_s": pause_timeout_s}
-    async with running(engine, served, listening, guard=guard, extension=extension, **limits) as service:
+    async with running(engine, served, listening, extension=extension) as service:
         if load:
             loading: asyncio.Future[None] = asyncio.ensure_future(service.thread.call(service.load_folder))
             futures: list[asyncio.Future[Any]] = [loading, stopped]

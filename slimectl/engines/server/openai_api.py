@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from aiohttp import web
 
-from slimectl.chats.messages import normalized_chat
-from slimectl.chats.request_body import RequestBody
-from slimectl.chats.request_options import MOST_TOP, forced_tool, read_tools, refuse_empty
+from slimectl.chats.messages import MessageError
+from slimectl.chats.requests import (
+    DEFAULT_COMPLETION,
+    MOST_ANSWERS,
+    MOST_TOP,
+    ChatRequest,
+    GenerationRequest,
+    RequestBody,
+    from_openai,
+    read_chat,
+    read_completions,
+)
 from slimectl.chats.template import TEMPLATE_SETTING
-from slimectl.data.answers import AnswerFormat, format_of
+from slimectl.data.answers import AnswerFormat, AnswerParser, format_of
 from slimectl.data.chat import render
-from slimectl.data.chat_responses import CHAT, COMPLETION, ApiKind
+from slimectl.data.chat_responses import CHAT, COMPLETION
 from slimectl.data.token_log_probs import TokenLogProb
-from slimectl.data.tool_calls import schema_or_call
+from slimectl.data.tool_calls import CallNotation, schema_or_call
 from slimectl.engines.limits import check_prompt
 from slimectl.engines.server.engine_thread import run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError
 from slimectl.engines.server.log_probs import prompt_log_probs
-from slimectl.engines.server.openai_format import ChatParser, Echo, ResponseFormatter, Shown
-from slimectl.engines.server.request_keys import STREAM_OPTIONS
-from slimectl.engines.server.sampling_params import MOST_ANSWERS, GenerationRequest, from_openai
+from slimectl.engines.server.openai_format import Echo, ResponseFormatter, Shown
+from slimectl.engines.server.requests import RunningAnswer
 from slimectl.engines.server.schema import read
-from slimectl.engines.server.state import LONG, SERVICE, STREAMED, EventStream, Service, dumped
+from slimectl.engines.server.state import LONG, SERVICE, Service, dumped, stream_answers
 from slimectl.errors import RecordError, SettingsError
 from slimectl.rewards.thoughts import THINK
 from slimectl.types import AllowedTokens, JsonGrammar, Prompt
 
-DEFAULT_COMPLETION = 16
-"""Default max_tokens of a completion, as in OpenAI's API. A chat's default is the whole context."""
 PROMPT_END = 16
 """Number of last tokens of a rendered chat in which a template may open the reasoning."""
 
@@ -41,40 +45,21 @@ async def completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     fields = await read(request)
     service.check_ready()
-    shown = _shown(fields, log_probs="logprobs" in fields)
-    prompts, texts = await _prompts(fields, service)
-    echo, top = fields.flag("echo"), fields.whole("logprobs", 0, high=MOST_TOP)
-    generation = from_openai(
-        fields,
-        default_max=DEFAULT_COMPLETION,
-        lowest_max=0 if echo else 1,
-        interval=service.streaming.interval,
-        top_log_probs=top,
-    )
-    scores = await _scores(service, prompts, generation, shown, is_echo_scored=echo and shown.log_probs)
-    if echo and texts is None:
-        texts = [service.requests.detokenizers[generation.keep_special].decode(prompt) for prompt in prompts]
-    echo_scores = scores if shown.log_probs else [[] for _ in prompts]
-    echoes = list(map(Echo, texts or [], echo_scores)) if echo else []
-    form = _form(COMPLETION, fields, service, generation, shown=shown, echoes=echoes, prompt_scores=scores)
+    asks = read_completions(fields, most=MOST_ANSWERS, lowest_max=0 if fields.flag("echo") else 1)
+    ask, shown, specials = asks[0], _shown(fields), fields.flag("add_special_tokens", True)
+    generation = from_openai(fields, ask, default_max=DEFAULT_COMPLETION, interval=service.streaming.interval)
+    given = [each.prompt or [] for each in asks]
+    encoded = [await service.encoded(p, specials=specials) if isinstance(p, str) else p for p in given]
+    prompts = [_truncated(fields, service, tokens) for tokens in encoded]
+    scores = await _scores(service, prompts, generation, shown, is_echo_scored=ask.echo and ask.log_probs)
+    echoes: list[Echo] = []
+    if ask.echo:
+        texts = [prompt for prompt in given if isinstance(prompt, str)]
+        if len(texts) < len(prompts) or prompts != encoded:
+            texts = [service.requests.detokenizers[generation.keep_special].decode(prompt) for prompt in prompts]
+        echoes = list(map(Echo, texts, scores if ask.log_probs else [()] * len(prompts)))
+    form = ResponseFormatter(COMPLETION, ask, shown, service.requests.vocabulary, echoes=echoes, prompt_scores=scores)
     return await _respond(request, service, fields, prompts, generation, form)
-
-
-async def _prompts(fields: RequestBody, service: Service) -> tuple[list[list[int]], list[str] | None]:
-    """Return the token ids of every prompt, and the texts if they were sent as text and not truncated."""
-    prompt, texts = fields.raw("prompt"), None
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
-        prompts = [fields.tokens("prompt", tokens) for tokens in prompt]
-    elif isinstance(prompt, list) and prompt and not isinstance(prompt[0], str):
-        prompts = [fields.tokens("prompt", prompt)]
-    else:
-        texts = fields.texts("prompt", max_count=MOST_ANSWERS)
-        specials = fields.flag("add_special_tokens", True)
-        prompts = [await service.encoded(text, specials=specials) for text in texts]
-    if not prompts or not all(prompts):
-        raise fields.refuse("prompt", "is missing or empty")
-    truncated = [_truncated(fields, service, tokens) for tokens in prompts]
-    return truncated, texts if truncated == prompts else None
 
 
 def _truncated(fields: RequestBody, service: Service, tokens: list[int]) -> list[int]:
@@ -105,22 +90,15 @@ async def _scores(
     return await prompt_log_probs(service, prompts, [0] * len(prompts), top=max(tops))
 
 
-def _shown(fields: RequestBody, *, log_probs: bool) -> Shown:
-    """Parse which parts the response shows. Raises RequestError for parts that do not fit the stream option."""
-    streamed = fields.flag("stream")
-    options = fields.inner("stream_options")
-    if fields.raw("stream_options") and not streamed:
-        raise fields.refuse("stream_options", "is for streams only. Add stream: true, or leave it out.")
-    options.check(STREAM_OPTIONS)
-    if "prompt_logprobs" in fields and streamed:
+def _shown(fields: RequestBody) -> Shown:
+    """Read which further parts the response shows. Raises MessageError for parts that do not fit a stream."""
+    if "prompt_logprobs" in fields and fields.flag("stream"):
         raise fields.refuse("prompt_logprobs", "is not available in a stream. Leave out stream.")
     return Shown(
-        log_probs=log_probs,
         token_ids=fields.flag("return_token_ids"),
         tokens_by_id=fields.flag("return_tokens_as_token_ids"),
         prompt_tops=fields.whole("prompt_logprobs", 0, high=MOST_TOP) if "prompt_logprobs" in fields else None,
-        usage=options.flag("include_usage"),
-        running_usage=options.flag("continuous_usage_stats"),
+        running_usage=fields.inner("stream_options").flag("continuous_usage_stats"),
     )
 
 
@@ -128,38 +106,30 @@ async def chat(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     fields = await read(request)
     service.check_ready()
-    shown = _shown(fields, log_probs=fields.flag("logprobs"))
-    top = fields.whole("top_logprobs", 0, high=MOST_TOP)
-    if top and not shown.log_probs:
-        raise fields.refuse("top_logprobs", "needs logprobs: true")
-    messages = refuse_empty(normalized_chat(fields.objects("messages") or []))
-    tools, choice = read_tools(fields), fields.raw("tool_choice")
-    forced, tools = forced_tool(choice, tools), [] if choice == "none" else tools
-    tokens = _truncated(fields, service, await _rendered(fields, service, messages, tools))
-    longest = service.thread.engine.max_context
-    generation = from_openai(fields, default_max=longest, interval=service.streaming.interval, top_log_probs=top)
-    generation = _with_calls(fields, service, generation, tools, forced)
-    parser = _parser(fields, service, tokens, tools, generation)
-    generation = replace(generation, keep_special=generation.keep_special or (parser is not None and parser.cut_ends))
+    ask, longest = read_chat(fields), service.thread.engine.max_context
+    generation = from_openai(fields, ask, default_max=longest, interval=service.streaming.interval)
+    shown = _shown(fields)
+    tokens = _truncated(fields, service, await _rendered(fields, service, ask))
+    answer_format = format_of(service.served.tokenizer.chat_template)
+    generation = _with_calls(answer_format.notation, generation, ask)
+    parser, generation = _parser(fields, service, tokens, ask, generation, answer_format)
     scores = await _scores(service, [tokens], generation, shown, is_echo_scored=False)
-    form = _form(CHAT, fields, service, generation, shown=shown, prompt_scores=scores, parser=parser)
+    form = ResponseFormatter(CHAT, ask, shown, service.requests.vocabulary, prompt_scores=scores, parser=parser)
     return await _respond(request, service, fields, [tokens], generation, form)
 
 
-async def _rendered(
-    fields: RequestBody, service: Service, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
-) -> list[int]:
+async def _rendered(fields: RequestBody, service: Service, ask: ChatRequest) -> list[int]:
     """Render a chat with the model's template and the request's template arguments."""
     named = {name: fields.raw(name) for name in ("documents", "reasoning_effort") if fields.raw(name)}
     call = partial(
         render,
-        Prompt(text=messages, tools=tools or None),
+        Prompt(text=ask.messages, tools=ask.tools or None),
         service.served.tokenizer,
-        template_kwargs=fields.object("chat_template_kwargs") | named,
-        header=_header(fields, is_assistant_last=messages[-1]["role"] == "assistant"),
+        template_kwargs={**ask.template_kwargs, **named},
+        header=_header(fields, is_assistant_last=ask.messages[-1]["role"] == "assistant"),
     )
     try:
-        return await run_in_daemon_thread(call) if len(str(messages)) > LONG else call()
+        return await run_in_daemon_thread(call) if len(str(ask.messages)) > LONG else call()
     except RecordError as error:
         raise fields.refuse("messages", str(error).removeprefix("prompt: ")) from None
     except SettingsError as error:
@@ -185,35 +155,33 @@ def _header(fields: RequestBody, *, is_assistant_last: bool) -> bool | None:
     return has_header if is_explicit or not is_assistant_last else None
 
 
-def _with_calls(
-    fields: RequestBody,
-    service: Service,
-    generation: GenerationRequest,
-    tools: list[dict[str, Any]],
-    forced: str | None,
-) -> GenerationRequest:
+def _with_calls(notation: CallNotation | None, generation: GenerationRequest, ask: ChatRequest) -> GenerationRequest:
     """Add the grammar of a forced call, or of a call as an alternative to response_format."""
-    notation, schema = format_of(service.served.tokenizer.chat_template).notation, generation.params.grammar
+    schema, tools, forced = generation.params.grammar, ask.tools, ask.forced_tool
     if forced is None:
         if not tools or generation.restricted_by != "response_format" or not isinstance(schema, JsonGrammar):
             return generation
         return replace(generation, params=replace(generation.params, grammar=schema_or_call(schema, notation, tools)))
     grammar = None if notation is None else notation.call_grammar(tools, forced)
     if grammar is None:
-        raise fields.refuse("tool_choice", "cannot be forced: the chat template does not write calls as JSON objects")
+        raise MessageError("tool_choice", "cannot be forced: the chat template does not write calls as JSON objects")
     if generation.restricted_by not in ("", "response_format"):  # which is about content, not calls
-        raise fields.refuse("tool_choice", f"cannot be combined with {generation.restricted_by}. Set only one.")
+        raise MessageError("tool_choice", f"cannot be combined with {generation.restricted_by}. Set only one.")
     if generation.params.min_tokens:
-        raise fields.refuse("min_tokens", "cannot be combined with tool_choice, which decides where a response may end")
+        raise MessageError("min_tokens", "cannot be combined with tool_choice, which decides where a response may end")
     return replace(generation, params=replace(generation.params, grammar=grammar), restricted_by="tool_choice")
 
 
 def _parser(
-    fields: RequestBody, service: Service, tokens: list[int], tools: list[dict[str, Any]], generation: GenerationRequest
-) -> ChatParser | None:
-    """Return the parser of the responses to a chat, or None if they are only content."""
+    fields: RequestBody,
+    service: Service,
+    tokens: list[int],
+    ask: ChatRequest,
+    generation: GenerationRequest,
+    answer_format: AnswerFormat,
+) -> tuple[AnswerParser | None, GenerationRequest]:
+    """Return the parser of the responses to a chat, None if they are only content, and the request with its needs."""
     tokenizer = service.served.tokenizer
-    answer_format = format_of(tokenizer.chat_template)
     prompt_end = service.requests.detokenizers[True].decode(tokens[-PROMPT_END:])
     grammar = generation.params.grammar
     if not isinstance(grammar, AllowedTokens | None) and prompt_end.rstrip().endswith(THINK):
@@ -222,37 +190,15 @@ def _parser(
         raise fields.refuse(generation.restricted_by, reason)
     if not fields.flag("separate_reasoning", True):
         answer_format = replace(answer_format, reasons=False)
-    if not tools:
+    if not ask.tools:
         answer_format = replace(answer_format, notation=None)
     if answer_format == AnswerFormat():
-        return None
+        return None, generation
     special = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
-    cut_ends = not generation.keep_special and bool(special & set(answer_format.marks))
-    single_call = not fields.flag("parallel_tool_calls", True)
-    return ChatParser(answer_format, tools, prompt_end, cut_ends, single_call=single_call)
-
-
-def _form(
-    kind: ApiKind,
-    fields: RequestBody,
-    service: Service,
-    generation: GenerationRequest,
-    *,
-    shown: Shown,
-    prompt_scores: Sequence[Sequence[TokenLogProb]],
-    echoes: Sequence[Echo] = (),
-    parser: ChatParser | None = None,
-) -> ResponseFormatter:
-    return ResponseFormatter(
-        kind,
-        model=fields.text("model", longest=4096) or service.served.folder.name,
-        n=generation.n,
-        shown=shown,
-        vocabulary=service.requests.vocabulary,
-        echoes=echoes,
-        prompt_scores=prompt_scores,
-        parser=parser,
-    )
+    ends: set[str] = set()
+    if not generation.keep_special and special & set(answer_format.marks):  # kept for the parser, not for the client
+        ends, generation = special - {"", *answer_format.marks}, replace(generation, keep_special=True)
+    return AnswerParser(answer_format, ask.tools, prompt_end, ends, ask.single_call), generation
 
 
 async def _respond(
@@ -269,24 +215,22 @@ async def _respond(
             field="n",
         )
     await service.prepare_grammars([generation])
+    form.model = form.ask.model or service.served.folder.name
     rid = fields.text("rid", longest=256) or fields.text("request_id", longest=256) or form.rid
     rids = [rid] if len(prompts) == 1 else [f"{rid}_{i}" for i in range(len(prompts))]
     generations = [(prompt, generation) for prompt in prompts]
-    if not fields.flag("stream"):
-        with service.requests.ask(generations, rids, rid=rid) as pending:
-            return web.json_response(form.whole(await pending.finished()), dumps=dumped)
-    stream = EventStream(request)
     with service.requests.ask(generations, rids, rid=rid) as pending:
-        try:
-            first_chunks = form.openings(pending.answers)
-            async for answer in pending.growing():
-                chunks = form.deltas(answer)  # before anything is sent, because the response may end in the meantime
-                # Only once there are tokens. Until then, an error can still be sent as an HTTP status.
-                for chunk in (*first_chunks, *chunks):
-                    await stream.send(dumped(chunk))
-                first_chunks = []
-            if form.shown.usage:
-                await stream.send(dumped(form.last_chunk(pending.answers)))
-        except STREAMED as error:
-            await stream.fail(error)
+        if not form.ask.stream:
+            return web.json_response(form.whole(await pending.finished()), dumps=dumped)
+        openings = form.openings(pending.answers)
+
+        def chunks(answer: RunningAnswer) -> list[str]:
+            # The openings only once there are tokens. Until then, an error can still be sent as an HTTP status.
+            values = [*openings, *form.deltas(answer)]
+            openings.clear()
+            return list(map(dumped, values))
+
+        stream = await stream_answers(request, pending, chunks)
+        if form.ask.stream_usage and not stream.failed:
+            await stream.send(dumped(form.last_chunk(pending.answers)))
     return await stream.end()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from slimectl.data.answers import AnswerFormat, ParsedAnswer
+from slimectl.chats.requests import ChatRequest
+from slimectl.data.answers import AnswerParser, ParsedAnswer
 from slimectl.data.chat_responses import OPENING, ApiKind, assistant_message, call_ids, message_delta, token_usage
 from slimectl.data.token_bytes import TokenBytes
 from slimectl.data.token_log_probs import (
@@ -32,40 +32,15 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a response shows in addition to its text."""
+    """What a response shows in addition to the parts that every server has."""
 
-    log_probs: bool = False
     token_ids: bool = False
     tokens_by_id: bool = False
     """Whether log-probabilities identify tokens by id."""
     prompt_tops: int | None = None
     """Number of likeliest tokens at each prompt position, in `prompt_logprobs`."""
-    usage: bool = False
-    """Whether a stream ends with the token counts."""
     running_usage: bool = False
-    """Whether every chunk has the token counts so far."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatParser:
-    """Splits the responses to one chat into content, reasoning and tool calls."""
-
-    format: AnswerFormat
-    tools: Sequence[Mapping[str, Any]]
-    prompt: str
-    """The end of the rendered chat."""
-    cut_ends: bool
-    """Whether the text has special tokens only for the parser, so that the end token must be removed."""
-    single_call: bool = False
-    """Whether a response keeps only its first call."""
-
-    def parts(self, answer: RunningAnswer, vocabulary: TokenBytes) -> ParsedAnswer:
-        """Return the parts of a response. While it runs, only the parts that can no longer change."""
-        complete, text = answer.done, answer.text()
-        for token in answer.sequence.end_tokens if self.cut_ends else ():
-            text = text.removesuffix(vocabulary.text(token))
-        parts = self.format.parse(text, self.tools, prompt=self.prompt, complete=complete)
-        return replace(parts, tool_calls=parts.tool_calls[:1]) if self.single_call else parts
+    """Whether every chunk of a stream has the token counts so far."""
 
 
 NO_PARTS = ParsedAnswer("")
@@ -82,22 +57,20 @@ class ResponseFormatter:
     def __init__(
         self,
         kind: ApiKind,
-        *,
-        model: str,
-        n: int,
+        ask: ChatRequest,
         shown: Shown,
         vocabulary: TokenBytes,
+        *,
         echoes: Sequence[Echo] = (),
         prompt_scores: Sequence[Sequence[TokenLogProb]] = (),
-        parser: ChatParser | None = None,
+        parser: AnswerParser | None = None,
     ) -> None:
-        self._identity = uuid.uuid4().hex
-        self.rid = f"{kind.prefix}-{self._identity}"
+        self.rid = f"{kind.prefix}-{ask.identity}"
         self._kind = kind
-        self._n = n
+        self.ask = ask
+        self.model = ask.model
         self._created = int(time.time())
-        self._model = model
-        self.shown = shown
+        self._shown = shown
         self._vocabulary = vocabulary
         self._name = token_by_id if shown.tokens_by_id else vocabulary.text
         self._echoes = echoes
@@ -109,7 +82,7 @@ class ResponseFormatter:
         """Number of characters so far in the tokens of each response."""
 
     def frame(self, choices: list[dict[str, Any]], *, complete: bool) -> dict[str, Any]:
-        return self._kind.frame(self._identity, self._created, self._model, choices, complete=complete)
+        return self._kind.frame(self.ask.identity, self._created, self.model, choices, complete=complete)
 
     def whole(self, answers: list[RunningAnswer]) -> dict[str, Any]:
         choices = []
@@ -120,13 +93,13 @@ class ResponseFormatter:
         spans = answers[0].spans()
         versions = {"weight_version": spans[-1]["version"]} if spans else {}
         response = self.frame(choices, complete=True) | {"usage": self.usage(answers), "metadata": versions}
-        if self._kind.chat and self.shown.prompt_tops is not None:
+        if self._kind.chat and self._shown.prompt_tops is not None:
             response["prompt_logprobs"] = self._prompt_log_probs(answers[0])
         return response
 
     def _prompt_log_probs(self, answer: RunningAnswer) -> list[Any]:
-        scores = self._prompt_scores[answer.index // self._n]
-        return ranked_tokens(scores, self._vocabulary, self.shown.prompt_tops or 0)
+        scores = self._prompt_scores[answer.index // self.ask.n]
+        return ranked_tokens(scores, self._vocabulary, self._shown.prompt_tops or 0)
 
     def _message(self, answer: RunningAnswer) -> dict[str, Any]:
         parts = self._parts(answer)
@@ -134,7 +107,7 @@ class ResponseFormatter:
 
     def _parts(self, answer: RunningAnswer) -> ParsedAnswer:
         parser = self._parser
-        return ParsedAnswer(answer.text()) if parser is None else parser.parts(answer, self._vocabulary)
+        return ParsedAnswer(answer.text()) if parser is None else parser.parse(answer.text(), complete=answer.done)
 
     def openings(self, answers: list[RunningAnswer]) -> list[dict[str, Any]]:
         """Return the first chunks of a stream: the role in a chat, or the prompt in a completion with echo."""
@@ -156,12 +129,12 @@ class ResponseFormatter:
     def _chunk(self, choice: dict[str, Any], answer: RunningAnswer) -> dict[str, Any]:
         """Return a chunk with the token counts so far, or null if only the last chunk has them."""
         chunk = self.frame([choice], complete=False)
-        if self.shown.usage or self.shown.running_usage:
-            chunk["usage"] = self.usage([answer]) if self.shown.running_usage else None
+        if self.ask.stream_usage or self._shown.running_usage:
+            chunk["usage"] = self.usage([answer]) if self._shown.running_usage else None
         return chunk
 
     def _echo(self, answer: RunningAnswer) -> Echo:
-        return self._echoes[answer.index // self._n] if self._echoes else Echo("")
+        return self._echoes[answer.index // self.ask.n] if self._echoes else Echo("")
 
     def deltas(self, answer: RunningAnswer) -> list[dict[str, Any]]:
         """Return the chunks with the new parts of a response: none while its new tokens have no text yet.
@@ -180,7 +153,7 @@ class ResponseFormatter:
             text = answer.text()
             new = content = {"text": text[answer.told_text :]}
             answer.told_text = max(answer.told_text, len(text))
-        if not any(new.values()) and not answer.done and not (self.shown.log_probs or self.shown.token_ids):
+        if not any(new.values()) and not answer.done and not (self.ask.log_probs or self._shown.token_ids):
             return []
         choice = self._choice(answer, content, answer.told, count)
         answer.told = count
@@ -201,7 +174,7 @@ class ResponseFormatter:
 
     def usage(self, answers: list[RunningAnswer]) -> dict[str, Any]:
         """Count tokens. A prompt with n completions counts once."""
-        first = [answer.sequence for answer in answers[:: self._n]]
+        first = [answer.sequence for answer in answers[:: self.ask.n]]
         return token_usage(
             sum(len(sequence.prompt) for sequence in first),
             sum(answer.count for answer in answers),
@@ -218,9 +191,9 @@ class ResponseFormatter:
             choice["finish_reason"] = "tool_calls"
         if finish:
             choice |= {"matched_stop": finish.get("matched"), "weight_versions": answer.spans()}
-            if not self._kind.chat and self.shown.prompt_tops is not None:
+            if not self._kind.chat and self._shown.prompt_tops is not None:
                 choice["prompt_logprobs"] = self._prompt_log_probs(answer)
-        if self.shown.token_ids:
+        if self._shown.token_ids:
             choice["prompt_token_ids"] = list(answer.sequence.prompt)
             choice["response_token_ids" if self._kind.chat else "token_ids"] = answer.sequence.tokens[start:end]
             if answer.sequence.grammar is not None:
@@ -234,7 +207,7 @@ class ResponseFormatter:
 
         Returns None without tokens, because clients read the first entry of every list.
         """
-        scores = answer_log_probs(answer, start, end) if self.shown.log_probs else []
+        scores = answer_log_probs(answer, start, end) if self.ask.log_probs else []
         if self._kind.chat:
             return chat_scores(scores, self._vocabulary, name=self._name) if scores else None
         scores = [*(echo.log_probs if echo else []), *scores]

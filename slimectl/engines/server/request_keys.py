@@ -6,32 +6,9 @@ from collections.abc import Mapping
 
 from slimectl.chats import shared_keys
 from slimectl.chats.request_keys import LABELS, ObjectKeys, names, unset
+from slimectl.chats.shared_keys import SAMPLING, SAMPLING_PARAMS, SPACES
 
-SAMPLING = names(
-    "temperature top_p top_k min_p n stop stop_token_ids ignore_eos skip_special_tokens no_stop_trim stream_interval "
-    "frequency_penalty presence_penalty repetition_penalty logit_bias json_schema regex"
-)
-"""Sampling parameters with the same name in all APIs."""
-SPACES = frozenset({"spaces_between_special_tokens"})
-"""Accepted but without effect, because tokenizers from tokenizer.json never add spaces."""
 _IN_PARAMS = "is a sampling parameter. Put it in sampling_params."
-_GRAMMARS = "is not supported. Use regex or json_schema."
-_NATIVE_NAMES = {
-    "max_tokens": "is a name of OpenAI's API. Use max_new_tokens.",
-    "max_completion_tokens": "is a name of OpenAI's API. Use max_new_tokens.",
-    "min_tokens": "is a name of OpenAI's API. Use min_new_tokens.",
-    "seed": "is a name of OpenAI's API. Use sampling_seed.",
-    "ebnf": _GRAMMARS,
-}
-SAMPLING_PARAMS = ObjectKeys(
-    SAMPLING | {"max_new_tokens", "min_new_tokens", "sampling_seed"},
-    SPACES,
-    neutral={
-        **unset("ebnf structural_tag stop_regex custom_params"),
-        "beam_width": (1,),
-    },
-    remedies=_NATIVE_NAMES,
-)
 GENERATE = ObjectKeys(
     names(
         "text input_ids sampling_params rid stream return_logprob logprob_start_len top_logprobs_num "
@@ -57,15 +34,6 @@ GENERATE = ObjectKeys(
         "logprobs": "is a key of OpenAI's API. Use return_logprob and top_logprobs_num.",
     },
 )
-STRUCTURED_OUTPUTS = ObjectKeys(
-    names("json regex choice json_object"),
-    neutral=unset(
-        "grammar structural_tag disable_any_whitespace disable_additional_properties whitespace_pattern "
-        "disable_fallback"
-    ),
-    remedies={"grammar": "is not supported by `slimectl serve`. Use regex or json."},
-)
-STREAM_OPTIONS = ObjectKeys(names("include_usage continuous_usage_stats"), names("include_obfuscation"))
 
 _OPENAI = SAMPLING | names(
     "max_tokens max_completion_tokens min_tokens seed stream stream_options logprobs rid request_id return_token_ids "

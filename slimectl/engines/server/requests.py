@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from slimectl.chats.requests import GenerationRequest
 from slimectl.data.growing_text import before_stop
 from slimectl.data.token_bytes import TokenBytes
 from slimectl.engines.embedded.detokenizer import Detokenizer
 from slimectl.engines.embedded.scheduler import RunningSequence
 from slimectl.engines.server.engine_thread import EngineThread, LoopNotifier
 from slimectl.engines.server.errors import PAUSED, RequestError
-from slimectl.engines.server.sampling_params import GenerationRequest
 from slimectl.types import Completion
 
 RESUME_ENDPOINTS = {

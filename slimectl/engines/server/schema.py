@@ -10,7 +10,7 @@ from functools import partial
 
 from aiohttp import web
 
-from slimectl.chats.request_body import RequestBody
+from slimectl.chats.requests import RequestBody
 from slimectl.engines.server.connections import Connection
 from slimectl.engines.server.engine_thread import run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError, line

@@ -10,16 +10,14 @@ from typing import Any
 
 from aiohttp import web
 
-from slimectl.chats.request_body import RequestBody
-from slimectl.chats.request_options import MOST_TOP
+from slimectl.chats.requests import MOST_ANSWERS, MOST_TOP, GenerationRequest, RequestBody, from_sglang
 from slimectl.data.routed_experts import decoded
 from slimectl.data.token_log_probs import TokenLogProb
 from slimectl.engines.server.errors import RequestError
 from slimectl.engines.server.log_probs import answer_log_probs, prompt_log_probs
 from slimectl.engines.server.requests import RunningAnswer
-from slimectl.engines.server.sampling_params import MOST_ANSWERS, GenerationRequest, from_sglang
 from slimectl.engines.server.schema import read
-from slimectl.engines.server.state import SERVICE, STREAMED, EventStream, Service, dumped
+from slimectl.engines.server.state import SERVICE, Service, dumped, stream_answers
 
 
 def start_positions(fields: RequestBody, prompts: list[list[int]]) -> list[int | None]:
@@ -68,12 +66,13 @@ async def generate(request: web.Request) -> web.StreamResponse:
             score for score, (_, generation) in zip(input_scores, generations, strict=True) for _ in range(generation.n)
         ],
     )
-    if fields.flag("stream"):
-        return await _stream_answers(request, service, generations, rids, rid, form)
     with service.requests.ask(generations, rids, rid=rid) as pending:
-        outputs = [form.whole(answer) for answer in await pending.finished()]
-    text = f"[{','.join(outputs)}]" if form.listed else outputs[0]
-    return web.Response(text=text, content_type="application/json")
+        if not fields.flag("stream"):
+            outputs = [form.whole(answer) for answer in await pending.finished()]
+            text = f"[{','.join(outputs)}]" if form.listed else outputs[0]
+            return web.Response(text=text, content_type="application/json")
+        stream = await stream_answers(request, pending, lambda answer: [form.chunk(answer)])
+    return await stream.end()
 
 
 def _reports_experts(fields: RequestBody, service: Service) -> bool:
@@ -82,24 +81,6 @@ def _reports_experts(fields: RequestBody, service: Service) -> bool:
     if is_asked and not service.thread.engine.has_experts:
         raise fields.refuse("return_routed_experts", "requires a mixture of experts, but this is a dense model")
     return is_asked
-
-
-async def _stream_answers(
-    request: web.Request,
-    service: Service,
-    generations: list[tuple[list[int], GenerationRequest]],
-    rids: list[str],
-    rid: str,
-    form: ResponseFormat,
-) -> web.StreamResponse:
-    stream = EventStream(request)
-    with service.requests.ask(generations, rids, rid=rid) as pending:
-        try:
-            async for answer in pending.growing():
-                await stream.send(form.chunk(answer))
-        except STREAMED as error:
-            await stream.fail(error)
-    return await stream.end()
 
 
 async def _prompts(fields: RequestBody, service: Service) -> tuple[list[list[int]], bool]:

@@ -16,30 +16,39 @@ from aiohttp import web
 from torch import Tensor
 
 from slimectl.chats.messages import MessageError
+from slimectl.chats.requests import GenerationRequest
 from slimectl.data.chat import encode, encode_raw
 from slimectl.engines.embedded.weight_delta import Delta
+from slimectl.engines.server.access import Guard
 from slimectl.engines.server.adapters import AdapterBase, AdapterUpdate, MergedAdapter
 from slimectl.engines.server.engine_thread import EngineThread, run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError, body, line, status_of
-from slimectl.engines.server.requests import RequestTable
-from slimectl.engines.server.sampling_params import GenerationRequest
+from slimectl.engines.server.requests import RequestState, RequestTable, RunningAnswer
 from slimectl.errors import SettingsError, SlimectlError
 from slimectl.protocols import OnTokens
+from slimectl.system.http import send_part
 from slimectl.types import Completion, SamplingParams
 
 LONG = 20_000
 """Texts of at least so many characters are tokenized in a separate thread."""
-
-SEND_S = 60.0
-"""Seconds that a client may go without reading a stream."""
 
 ReadCheckpoint = Callable[[Path], Iterable[tuple[str, Tensor]]]
 ReadDelta = Callable[[Path], Delta]
 
 
 @dataclass(frozen=True, slots=True)
+class Streaming:
+    """Default stream options of requests."""
+
+    interval: int = 1
+    """Number of tokens per chunk."""
+    incremental: bool = False
+    """Whether a chunk of /generate has only the new tokens."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The served model: its folder, config and tokenizer, and functions that read weights from folders."""
+    """The served model with its folder, config, tokenizer and readers of weights, and who may use it how."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -55,16 +64,10 @@ class ServerConfig:
     """Reads the delta between two versions of a folder."""
     middlewares: tuple[Any, ...] = ()
     """User-defined middlewares. They run inside the ones that check keys and format errors."""
-
-
-@dataclass(frozen=True, slots=True)
-class Streaming:
-    """Default stream options of requests."""
-
-    interval: int = 1
-    """Number of tokens per chunk."""
-    incremental: bool = False
-    """Whether a chunk of /generate has only the new tokens."""
+    guard: Guard = field(kw_only=True)
+    streaming: Streaming = Streaming()
+    pause_timeout_s: float = 60.0
+    """Seconds that a request may wait for a paused engine."""
 
 
 @dataclass(slots=True)
@@ -152,6 +155,7 @@ class EventStream:
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
+        self.failed = False
         self._response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )
@@ -159,12 +163,13 @@ class EventStream:
     async def send(self, value: str) -> None:
         if not self._response.prepared:
             await self._response.prepare(self._request)
-        await self._write(f"data: {value}\n\n".encode())
+        await send_part(self._response, f"data: {value}\n\n")
 
     async def fail(self, error: Exception) -> None:
         """Send an error as an event, because an HTTP status can no longer be sent."""
         if not self._response.prepared:
             raise error
+        self.failed = True
         await self.send(dumped(body(status_of(error), line(error), kind=getattr(error, "kind", None))))
 
     async def end(self) -> web.StreamResponse:
@@ -172,19 +177,23 @@ class EventStream:
         await self._response.write_eof()
         return self._response
 
-    async def _write(self, data: bytes) -> None:
-        """Write data. Raises ConnectionResetError if the client does not read, which ends its sequences."""
-        try:
-            async with asyncio.timeout(SEND_S):
-                await self._response.write(data)
-        except TimeoutError:
-            raise ConnectionResetError(f"the client has read nothing for {SEND_S:.0f} s") from None
-
 
 COMPACT = json.JSONEncoder(separators=(",", ":"))
-STREAMED = (RequestError, SlimectlError)
-"""Errors that are reported within a stream."""
 
 
 def dumped(value: Any) -> str:
     return COMPACT.encode(value)
+
+
+async def stream_answers(
+    request: web.Request, pending: RequestState, chunks: Callable[[RunningAnswer], list[str]]
+) -> EventStream:
+    """Send the new chunks of responses until all are finished or one fails. The caller ends the stream."""
+    stream = EventStream(request)
+    try:
+        async for answer in pending.growing():
+            for chunk in chunks(answer):
+                await stream.send(chunk)
+    except (RequestError, SlimectlError) as error:
+        await stream.fail(error)
+    return stream

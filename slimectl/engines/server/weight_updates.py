@@ -20,7 +20,7 @@ import torch.distributed as dist
 from aiohttp import web
 from torch import Tensor
 
-from slimectl.chats.request_body import RequestBody
+from slimectl.chats.requests import RequestBody
 from slimectl.data.hashing import tensor_checksum
 from slimectl.engines.embedded.weights import FileTensor
 from slimectl.engines.server.adapters import AdapterUpdate, announced
@@ -42,14 +42,14 @@ class BroadcastGroup:
     """
 
     def __init__(
-        self, *, host: str, port: int, rank: int, world: int, name: str, backend: str, device: str, timeout_s: float
+        self, address: tuple[str, int], rank: int, world: int, *, name: str, backend: str, device: str
     ) -> None:
-        """Block until all ranks have joined, or raise after `timeout_s` seconds."""
-        timeout = datetime.timedelta(seconds=timeout_s)
-        self._store = dist.TCPStore(host, port, world, is_master=False, timeout=timeout)
+        """Block until all ranks have joined the store at `address`, or raise after TIMEOUT_S."""
+        timeout = datetime.timedelta(seconds=TIMEOUT_S)
+        self._store = dist.TCPStore(*address, world, is_master=False, timeout=timeout)
         # The prefixes must match the sender's: the group's name twice, then the kind of device.
         store = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, self._store))
-        self._group = _backend(backend, store, rank, world, timeout, address=_address_towards(host))
+        self._group = _backend(backend, store, rank, world, timeout, address=_address_towards(address[0]))
         self._device, self._timeout = torch.device(device), timeout
 
     def receive(self, forms: Sequence[Form], *, flattened: bool) -> list[tuple[str, Tensor]]:
@@ -249,14 +249,12 @@ async def init_group(request: web.Request) -> web.Response:
         raise fields.refuse("master_address", f"{host[:100]!a} is not a host name or address")
     join = partial(
         BroadcastGroup,
-        host=host,
-        port=fields.whole("master_port", 0, low=1, high=65535),
-        rank=fields.whole("rank_offset", 1, low=1, high=max(1, world - 1)),
-        world=world,
+        (host, fields.whole("master_port", 0, low=1, high=65535)),
+        fields.whole("rank_offset", 1, low=1, high=max(1, world - 1)),
+        world,
         name=name,
         backend=fields.choice("backend", "gloo", ("gloo", "nccl")),
         device=service.thread.engine.device,
-        timeout_s=TIMEOUT_S,
     )
     if not world or "master_port" not in fields:
         raise RequestError("world_size, master_port: both are required")

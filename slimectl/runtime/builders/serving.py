@@ -94,6 +94,9 @@ def serve(
     from slimectl.engines.weight_sync.delta_format import DeltaFile
     from slimectl.stages.generation import sampling_params
 
+    names, loopback_only = own_names(options.host, options.allowed_hosts)
+    api_key = reveal(settings.engine.api_key, setting="engine.api_key")
+    guard = Guard(remember(options.admin_key), api_key=api_key, names=names, loopback_only=loopback_only)
     model_tokenizer = tokenizer(folder)
     served_model = ServerConfig(
         folder=folder.resolve(),
@@ -106,11 +109,11 @@ def serve(
         version=version_of(folder),
         read_delta=DeltaFile,
         middlewares=middlewares(settings.engine.middleware_paths),
+        guard=guard,
+        streaming=Streaming(options.stream_interval, options.incremental),
+        pause_timeout_s=options.pause_timeout_s,
     )
     embedded = build_engine(settings, folder, model_tokenizer, load=False)
-    names, loopback_only = own_names(options.host, options.allowed_hosts)
-    api_key = reveal(settings.engine.api_key, setting="engine.api_key")
-    guard = Guard(remember(options.admin_key), api_key=api_key, names=names, loopback_only=loopback_only)
     context, interval = embedded.max_context, options.stream_interval
     extension: Any
     if options.record is None:
@@ -118,10 +121,4 @@ def serve(
     else:  # sampling parameters that a request of an agent does not set come from [rollout]
         params = replace(sampling_params(settings.rollout), max_tokens=context)
         extension = SessionRecorder(model_tokenizer, params, context, interval, write=options.record)
-    streaming = Streaming(interval=interval, incremental=options.incremental)
-    return asyncio.run(
-        serving(
-            embedded, served_model, at, load=options.load, guard=guard, streaming=streaming,
-            pause_timeout_s=options.pause_timeout_s, ready=ready, extension=extension,
-        )
-    )  # fmt: skip
+    return asyncio.run(serving(embedded, served_model, at, load=options.load, ready=ready, extension=extension))

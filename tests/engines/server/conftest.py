@@ -101,19 +101,18 @@ def served(
     engine = EmbeddedEngine(config, tokenizer, EngineOptions(**options))
     if load:
         engine.load_weights(HFCheckpoint().read(folder), version="0")
+    names, loopback_only = own_names("127.0.0.1", allowed_hosts)
+    guard = Guard(ADMIN_KEY, api_key=api_key, names=names, loopback_only=loopback_only)
     facts = ServerConfig(
         folder, read_config(folder), tokenizer, "float32", 64, HFCheckpoint().read, base_model, read_delta=DeltaFile,
-        middlewares=middlewares,
+        middlewares=middlewares, guard=guard, pause_timeout_s=pause_timeout_s,
     )  # fmt: skip
     listening = bound("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     loop, up, over, found = asyncio.new_event_loop(), threading.Event(), asyncio.Event(), []
 
     async def lived() -> None:
-        names, loopback_only = own_names("127.0.0.1", allowed_hosts)
-        guard = Guard(ADMIN_KEY, api_key=api_key, names=names, loopback_only=loopback_only)
-        limits: dict[str, Any] = {"pause_timeout_s": pause_timeout_s, "extension": extension}
-        async with running(engine, facts, listening, guard=guard, **limits) as service:
+        async with running(engine, facts, listening, extension=extension) as service:
             found.append(service)
             up.set()
             await over.wait()
