@@ -119,7 +119,7 @@ ROWS: dict[str, Row] = {
     "engine.backend": see(served, "sglang", **SERVERS),
     "engine.load": elsewhere("weight_sync/test_quantized_pushes.py::"),
     "engine.dtype": sampling("bfloat16"),
-    "engine.compile_kernels": elsewhere("engines/test_native_kernels.py::"),
+    "engine.compile_kernels": see(served, False, **SERVERS),
     "engine.device": refused(sampled, "cuda", NO_GPU, **DATA, **ONE_ANSWER),
     "engine.max_running_requests": see(served, 3, **SERVERS),
     "engine.prefix_cache_gib": see(served, 0.5, **SERVERS),

@@ -171,11 +171,8 @@ class EmbeddedBackend(EngineBackend):
     def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
         from slimectl.engines.server.launch import serve_server
 
-        engine = settings.engine
-        names = ("max_running_requests", "prefix_cache_gib")
-        more: dict[str, Any] = {f"engine.{name}": getattr(engine, name) for name in names}
-        if engine.middleware_paths:
-            more["engine.middleware_paths"] = json.dumps(engine.middleware_paths)
+        names = ("max_running_requests", "prefix_cache_gib", "compile_kernels", "middleware_paths")
+        more = {f"engine.{name}": json.dumps(getattr(settings.engine, name)) for name in names}
         options = server_options(settings, spec, log=log, waiting=waiting)
         return serve_server(spec, options, settings=more, pause_timeout_s=settings.sync.timeout_s)
 

@@ -90,10 +90,6 @@ def to_servers(
     sync, dtype = settings.sync, pushed_precision(settings, model)
     files = Path(sync.update_weight_disk_dir or folder / "weights").absolute()
     write = partial(write_model, model.absolute())
-    common: dict[str, Any] = {"pause_mode": sync.pause_mode, "dtype": dtype}
-    buffer_bytes = sync.update_weight_buffer_size * 2**20
-    on_disk = common | {"folder": files, "write": write, "keep_files": sync.update_weight_disk_keep_files}
-    on_disk["wrote"] = _post_write_hook(settings)
     adapters = _pushes_adapters(settings, receivers)
     name = sync.transport
     if name == "auto":
@@ -103,16 +99,16 @@ def to_servers(
         by_broadcast = not adapters or "distributed" in receivers.adapter_transports
         is_near = all_local and shares and settings.cluster.actor_num_nodes == 1
         name = "tensor" if is_near or not by_broadcast else "distributed"
-    of_messages = common | {"buffer_bytes": buffer_bytes, "adapters": adapters}
-    transport: WeightSyncBase
-    if name == "tensor":
-        transport = TensorSync(policy, receivers, **of_messages)
-    elif name == "distributed":
-        transport = DistributedSync(policy, receivers, timeout_s=sync.timeout_s, **of_messages)
-    elif name == "disk":
-        transport = DiskSync(policy, receivers, **on_disk)
+    options: dict[str, Any] = {"pause_mode": sync.pause_mode, "dtype": dtype}
+    if name in ("disk", "delta"):
+        options |= {"folder": files, "write": write, "keep_files": sync.update_weight_disk_keep_files}
+        options["wrote"] = _post_write_hook(settings)
     else:
-        transport = DeltaSync(policy, receivers, **on_disk)
+        options |= {"buffer_bytes": sync.update_weight_buffer_size * 2**20, "adapters": adapters}
+    if name == "distributed":
+        options["timeout_s"] = sync.timeout_s
+    kinds = {"tensor": TensorSync, "distributed": DistributedSync, "disk": DiskSync, "delta": DeltaSync}
+    transport: WeightSyncBase = kinds[name](policy, receivers, **options)
     if not sync.check_weight_update_equal:
         return transport
     return VerifiedSync(transport, folder=files, write=write, dtype=dtype)
