@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from slimectl.cli.progress import ProgressBar
     from slimectl.runtime.model_functions import Trainer
     from slimectl.settings import Resolved, Settings
+    from slimectl.settings.run import RunSettings
     from slimectl.stages.recorded_rounds import Numbered, SampleFiles
     from slimectl.stages.signal import SignalCount
     from slimectl.types import Prompt
@@ -169,7 +170,7 @@ def _train_once(options: CommonOptions, settings: Settings, *, save: Path | None
     output = up_to_date("train", settings, inputs, str(save or "-"), force or "-" in paths)
     if output is None:
         return
-    warn_of_other_model(settings, paths, folder)
+    warn_of_other_model(settings.algorithm, paths, folder)
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"num_epoch": None})})  # one pass
     skipped, too_long = SkippedLines(joined_name(paths), stdio.logger.warning), list[Prompt]()
     files = SampleFiles(paths, skipped.add_bad_line if options.on_error == "skip" else None, skipped.add_line)
@@ -229,14 +230,14 @@ def _warn_without_signal(signal: SignalCount, settings: Settings, samples: str) 
     remedy = signal.remedy(
         f"To see why, run: {command} (or --check instead of --explain), with the options of your reward"
     )
-    if _stops(signal, settings):
+    if _stops(signal, settings.run):
         raise SlimectlError(f"{signal.message_in_a_row(remedy)}. To train anyway, set run.on_no_signal=warn.")
     if message := signal.closing_message(remedy):
         stdio.logger.warning(message)
 
 
-def _stops(signal: SignalCount, settings: Settings) -> bool:
-    return settings.run.on_no_signal == "stop" and signal.in_a_row >= settings.run.no_signal_rounds
+def _stops(signal: SignalCount, run: RunSettings) -> bool:
+    return run.on_no_signal == "stop" and signal.in_a_row >= run.no_signal_rounds
 
 
 @contextmanager
@@ -290,7 +291,7 @@ def _train_steps(
             steps += report.is_step
             if report.last_step_of_round:
                 progress.reach(read)
-            if report.last_step_of_round and _stops(trainer.state.signal, settings):
+            if report.last_step_of_round and _stops(trainer.state.signal, settings.run):
                 break
         if trainer.state.rollout_id:
             with progress.phase("saving"):

@@ -22,6 +22,7 @@ from slimectl.planner.workload import Run, parameters, sized
 from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
+from slimectl.settings.run import RunSettings
 from slimectl.system import shared_memory
 
 ENGINE_SHARE = 0.85
@@ -103,7 +104,7 @@ def disk(settings: Settings) -> str:
         return f"{sized(free)} free in {settings.run.dir}"
     trained = count(model.all[0].trained)
     size = MASTER_BYTES * count(model.parts) + ADAM_BYTES * trained
-    checkpoints = _checkpoints(settings)
+    checkpoints = _checkpoints(settings.run)
     # A new checkpoint is written before an old one is removed.
     needed = size * (checkpoints + 1)
     text = f"{checkpoints} checkpoint{'s' if checkpoints > 1 else ''} of {sized(size)} and the next, {sized(free)} free"
@@ -145,9 +146,8 @@ def free_space(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _checkpoints(settings: Settings) -> int:
+def _checkpoints(run: RunSettings) -> int:
     """Return the number of checkpoints at the end of the run."""
-    run = settings.run
     if run.save_interval is None or run.num_rollout is None:
         return run.keep_checkpoints or 1
     return min(run.keep_checkpoints or run.num_rollout, -(-run.num_rollout // run.save_interval))

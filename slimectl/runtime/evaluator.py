@@ -6,15 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slimectl.protocols import Progress
-from slimectl.runtime.grace import GracePeriod
-from slimectl.runtime.recorder import RunRecorder
 from slimectl.runtime.rollout_worker import RolloutService
-from slimectl.runtime.rounds import RecordedRounds, SampledRounds
 from slimectl.runtime.run_parts import RunParts
-from slimectl.settings import Settings
 from slimectl.stages.round_timer import EVALUATING
-from slimectl.stages.train import TrainState
 from slimectl.types import Metrics, Sample
 
 if TYPE_CHECKING:
@@ -25,27 +19,21 @@ if TYPE_CHECKING:
 class Evaluator:
     """Evaluates the policy on every dataset of [eval], at most once per step.
 
-    On the held-out datasets of `rounds`, it measures the loss. On the others, engines sample responses and a verifier
-    grades them. `state` is the run's state, which training updates.
+    On the held-out datasets of its rounds, it measures the loss. On the others, engines sample responses and a verifier
+    grades them.
     """
 
-    settings: Settings
-    rounds: SampledRounds | RecordedRounds
     parts: RunParts
-    recorder: RunRecorder
-    state: TrainState
-    grace: GracePeriod
-    progress: Progress
 
     def __post_init__(self) -> None:
-        has_evaluated = self.state.rollout_id in (number for number, _ in self.recorder.evaluations)
-        self._newest = self.state.place if has_evaluated else None
+        has_evaluated = self.parts.state.rollout_id in (number for number, _ in self.parts.recorder.evaluations)
+        self._newest = self.parts.state.place if has_evaluated else None
         """Round and step of the newest evaluation."""
 
     def before_rounds(self) -> None:
         """Evaluate at the start if eval.before_train is set, or if the last round's evaluation was abandoned."""
-        number = self.state.rollout_id
-        if self.settings.eval.before_train if number == 0 else self._is_due(number):
+        number = self.parts.state.rollout_id
+        if self.parts.settings.eval.before_train if number == 0 else self._is_due(number):
             self.evaluate()
 
     def after_round(self, number: int) -> None:
@@ -55,20 +43,20 @@ class Evaluator:
 
     def evaluate(self) -> None:
         """Evaluate every dataset, record its metrics and write its samples, unless this step is already evaluated."""
-        if not self.settings.eval.data or self._newest == self.state.place:
+        if not self.parts.settings.eval.data or self._newest == self.parts.state.place:
             return
         started, version = time.perf_counter(), self.parts.models.policy.weight_version
         samples_by_dataset: dict[str, list[Sample]] = {}
-        with self.progress.phase(EVALUATING):
-            metrics = self.rounds.held_out_metrics(self.parts.models)
+        with self.parts.progress.phase(EVALUATING):
+            metrics = self.parts.rounds.held_out_metrics(self.parts.models)
         if self.parts.service is not None:
             assert self.parts.sync is not None, "engines have a synchronizer"
             dataset_metrics, samples_by_dataset = self._sample(self.parts.service, self.parts.sync, version)
             metrics |= dataset_metrics
         seconds = time.perf_counter() - started
-        with self.grace.shielded():
-            self.recorder.record_evaluation(self.state, version, metrics, seconds, samples_by_dataset)
-            self._newest = self.state.place
+        with self.parts.grace.shielded():
+            self.parts.recorder.record_evaluation(self.parts.state, version, metrics, seconds, samples_by_dataset)
+            self._newest = self.parts.state.place
 
     def _sample(
         self, service: RolloutService, sync: WeightSynchronizer, version: str
@@ -80,18 +68,18 @@ class Evaluator:
             sync.push()
         metrics: Metrics = {}
         samples_by_dataset: dict[str, list[Sample]] = {}
-        for name in (name for name in self.settings.eval.data if name not in self.rounds.held_out):
-            with self.progress.phase(f"{EVALUATING} {name}"):
-                samples, dataset_metrics = service.sampler.evaluation(name, self.state.rollout_id)
+        for name in (name for name in self.parts.settings.eval.data if name not in self.parts.rounds.held_out):
+            with self.parts.progress.phase(f"{EVALUATING} {name}"):
+                samples, dataset_metrics = service.sampler.evaluation(name, self.parts.state.rollout_id)
             metrics |= dataset_metrics
             samples_by_dataset[name] = samples
-            if self.settings.eval.keep_samples:
-                out = self.recorder.folder.path / "eval" / f"{name}-{self.state.rollout_id:06d}.jsonl"
-                self.recorder.keep_samples(out, samples)
+            if self.parts.settings.eval.keep_samples:
+                out = self.parts.recorder.folder.path / "eval" / f"{name}-{self.parts.state.rollout_id:06d}.jsonl"
+                self.parts.recorder.keep_samples(out, samples)
         if self.parts.engines_sleep:
             sync.sleep()
         return metrics, samples_by_dataset
 
     def _is_due(self, number: int) -> bool:
-        interval = self.settings.eval.interval
+        interval = self.parts.settings.eval.interval
         return bool(interval and number % interval == 0)

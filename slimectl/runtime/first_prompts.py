@@ -44,7 +44,9 @@ def check_source(settings: Settings, source: str, *, evaluation: bool = False, d
     prompts = first_prompts(settings, source, demonstrations=demonstrations)
     if (tokenizer := _tokenizer(settings)) is not None and not settings.rollout.function_path:
         if demonstrations:
-            _render_demonstrations(settings, tokenizer, prompts)
+            from slimectl.stages.rollout import demonstrations as demonstrated
+
+            list(demonstrated(prompts, tokenizer, settings.rollout))
         elif not settings.has_agent:
             _render(settings, tokenizer, prompts, evaluation=evaluation)
     label = "no label" if prompts[0].label is None else f"label {shown(prompts[0].label)}"
@@ -88,12 +90,6 @@ def _render(settings: Settings, tokenizer: Any, prompts: list[Prompt], *, evalua
         excess[prompt.index] = unknown or prompt_excess(len(tokens), rollout, context, evaluation=evaluation)
     if len(prompts) < ROWS:  # in a longer source, later prompts may fit
         list(drop_long(prompts, lambda prompt: prompt, lambda prompt: excess[prompt.index]))
-
-
-def _render_demonstrations(settings: Settings, tokenizer: Any, prompts: list[Prompt]) -> None:
-    from slimectl.stages.rollout import demonstrations
-
-    list(demonstrations(prompts, tokenizer, settings.rollout))
 
 
 def check_training_samples(settings: Settings, paths: Sequence[str]) -> None:

@@ -27,7 +27,6 @@ from slimectl.settings import Settings
 from slimectl.settings.algorithm import Sft
 from slimectl.settings.needs import Need
 from slimectl.stages.advantages import Models
-from slimectl.stages.hooks import Hooks
 from slimectl.stages.rollout import demonstrations
 from slimectl.stages.train import train
 from slimectl.system.stdio import logger
@@ -121,12 +120,12 @@ def prepare_model(settings: Settings, folder: RunDir) -> Path:
 class SftWarmup:
     """Supervised steps on labels, until the model is accurate enough to learn from rewards ([sft_warmup])."""
 
-    settings: Settings
-    folder: RunDir
     recorder: RunRecorder
-    hooks: Hooks
     executor: Any
     interrupted: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self.settings, self.folder = self.recorder.settings, self.recorder.folder
 
     def run(self, model: Path, side: RolloutService | None) -> Path:
         """Return the model after the warm-up, or the given model if [sft_warmup] is not set."""
@@ -150,7 +149,7 @@ class SftWarmup:
             prompts, tokenizer, self.settings.rollout, context=context, on_skipped=too_long.append
         )  # fmt: skip
         logger.info(f"warming up on labels until {warmup.target_accuracy:.0%} of the responses are right")
-        steps = (report for report in train(samples, Models(policy), sft, hooks=self.hooks) if report.is_step)
+        steps = (report for report in train(samples, Models(policy), sft, hooks=self.recorder.hooks) if report.is_step)
         for report in islice(steps, warmup.max_steps):
             if self.interrupted():
                 logger.warning("interrupted during the warm-up. A resumed run starts the warm-up again.")

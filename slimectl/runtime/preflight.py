@@ -106,7 +106,7 @@ def _folder(settings: Settings) -> str:
 def _resume(settings: Settings, *, sources: Sequence[str]) -> str:
     """Compare the data with the data of the newest checkpoint."""
     folder = RunDir(Path(settings.run.dir) / (settings.run.name or "run"))
-    number = check_data(folder, settings, builders.data_identities(settings, sources))
+    number = check_data(folder, settings, builders.data_identities(settings.eval, sources))
     return f"{folder.path}, after round {number}"
 
 

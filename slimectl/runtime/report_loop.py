@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from slimectl.data.run_dir import RunDir
 from slimectl.errors import SlimectlError
-from slimectl.protocols import Progress
 from slimectl.runtime import builders
 from slimectl.runtime.evaluator import Evaluator
-from slimectl.runtime.grace import GracePeriod, RoundAbandoned
-from slimectl.runtime.recorder import RunRecorder
-from slimectl.runtime.rounds import RecordedRounds, SampledRounds
+from slimectl.runtime.grace import RoundAbandoned
 from slimectl.runtime.run_parts import RunParts
-from slimectl.settings import Settings
 from slimectl.settings.run import RunSettings
 from slimectl.stages.best import find_collapse
 from slimectl.stages.mismatch import LogProbCheck
 from slimectl.stages.signal import SignalCount
-from slimectl.stages.train import TrainState
 from slimectl.system.stdio import logger, quantity
 from slimectl.types import Sample, StepReport
 
@@ -44,21 +39,15 @@ def abandonment(loss: str, folder: RunDir, resume_command: str) -> str:
 class ReportLoop:
     """Processes the reports of a run. A signal ends it after the round, or within the round when `grace` is over.
 
-    `state` is the run's state, which training updates. `resume_command` is the command that continues the run.
+    `resume_command` is the command that continues the run.
     """
 
-    settings: Settings
-    rounds: SampledRounds | RecordedRounds
     parts: RunParts
-    recorder: RunRecorder
     evaluator: Evaluator
-    state: TrainState
-    interrupted: Callable[[], bool]
-    grace: GracePeriod
-    progress: Progress
     resume_command: str
 
     def __post_init__(self) -> None:
+        self.settings, self.recorder, self.state = self.parts.settings, self.parts.recorder, self.parts.state
         self._between_rounds = True
         """Whether policy and state are exactly as after a whole round."""
         self._newest_checkpoint = self.state.place if self.state.rollout_id else None
@@ -66,7 +55,7 @@ class ReportLoop:
         self._highest: dict[str, tuple[float, int]] = {}
         """Largest value of each metric in WARNING_SIGNS, and its round."""
         self._has_named_collapse = False
-        self._log_prob_check = LogProbCheck(self.settings, not self.rounds.samples, bool(self.state.step))
+        self._log_prob_check = LogProbCheck(self.settings, not self.parts.rounds.samples, bool(self.state.step))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -91,7 +80,7 @@ class ReportLoop:
                     break
             self._between_rounds = True
             self.evaluator.evaluate()
-            with self.grace.shielded():
+            with self.parts.grace.shielded():
                 self._save(samples)
                 complete = True
         except RoundAbandoned:
@@ -113,7 +102,7 @@ class ReportLoop:
     def _end_step(self, report: StepReport, samples: Sequence[Sample]) -> bool:
         """Record a step, and evaluate after a round. Return whether an interrupt ends the run here."""
         number = report.rollout_id
-        with self.grace.shielded():
+        with self.parts.grace.shielded():
             self.recorder.record(report)
             self._log_prob_check.check(report)
             for name in report.metrics.keys() & WARNING_SIGNS:
@@ -124,12 +113,12 @@ class ReportLoop:
                 self.parts.profiler.after_round(number)
                 policy, checkpoints = self.parts.models.policy, self.recorder.folder.checkpoints()
                 self.parts.periodic_reference.follow(number, policy, checkpoints)
-                self.progress.reach(number)
+                self.parts.progress.reach(number)
             self._between_rounds = report.last_step_of_round
         if not report.last_step_of_round or number == self.settings.run.num_rollout:
             return False
         self.evaluator.after_round(number)
-        with self.grace.shielded():
+        with self.parts.grace.shielded():
             return self._end_round(number, samples)
 
     def _end_round(self, number: int, samples: Sequence[Sample]) -> bool:
@@ -141,7 +130,7 @@ class ReportLoop:
         if not self._has_named_collapse and (collapse := self._collapse):
             self._has_named_collapse = True
             logger.warning(collapse)
-        if self.interrupted():
+        if self.parts.interrupted():
             self._save(samples)
             logger.warning(f"interrupted after round {number}. Continue with: {self.resume_command}")
             return True
@@ -157,7 +146,7 @@ class ReportLoop:
     def _save(self, samples: Sequence[Sample]) -> None:
         """Save a checkpoint, unless this step already has one."""
         if self._newest_checkpoint != self.state.place:
-            with self.progress.phase("saving"):
+            with self.parts.progress.phase("saving"):
                 self.recorder.save(self.parts.models.policy, self.state, samples)
             self._newest_checkpoint = self.state.place
 
@@ -188,7 +177,7 @@ class ReportLoop:
     def _collapse(self) -> str:
         """Describe a collapse of the reward and how to recover, or "" if there is none."""
         recorder, settings = self.recorder, self.settings
-        rewards = recorder.scores if self.rounds.samples else []
+        rewards = recorder.scores if self.parts.rounds.samples else []
         collapse = find_collapse(rewards, recorder.evaluations)
         if collapse is None:
             return ""
@@ -197,7 +186,7 @@ class ReportLoop:
                  for name in WARNING_SIGNS if self._highest.get(name, (0,))[0] > 0]  # fmt: skip
         learned = [number for number in folder.checkpoints() if number <= collapse.round]
         change = f"-s run.name=ANOTHER -s train.lr={settings.train.lr / 10:g}"
-        again = f"slimectl {self.rounds.command} -c {shlex.quote(str(folder.path / 'run.toml'))} {change}"
+        again = f"slimectl {self.parts.rounds.command} -c {shlex.quote(str(folder.path / 'run.toml'))} {change}"
         if learned:
             way_back = f"Restart from the checkpoint before it: {again} --model {folder.step(learned[-1])}"
         else:
@@ -209,7 +198,7 @@ class ReportLoop:
     @property
     def _remedy(self) -> str:
         """Return advice for rounds without a learning signal."""
-        reward_check = self.rounds.reward_check(self.recorder.folder.path, self.state.rollout_id)
+        reward_check = self.parts.rounds.reward_check(self.recorder.folder.path, self.state.rollout_id)
         return self._collapse or self.state.signal.remedy(reward_check)
 
 

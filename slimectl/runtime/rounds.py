@@ -21,6 +21,7 @@ from slimectl.runtime.initial_model import check_model, check_runnable, check_so
 from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Pairwise
+from slimectl.settings.needs import AlgorithmSection
 from slimectl.stages.advantages import Models
 from slimectl.stages.evaluate import resolve_dataset_settings
 from slimectl.stages.held_out import held_out_metrics
@@ -144,7 +145,7 @@ class RecordedRounds:
         for path in (*self.paths, *(sources[name] for name in self.held_out)):
             builders.check_rows(path)
         if self.settings.model.path is not None:
-            warn_of_other_model(self.settings, self.paths, builders.model_folder(self.settings.model.path))
+            warn_of_other_model(self.settings.algorithm, self.paths, builders.model_folder(self.settings.model.path))
 
     @cached_property
     def held_out(self) -> frozenset[str]:
@@ -192,7 +193,7 @@ class RecordedRounds:
         """Return the number of rounds, including rows that are too long to be trained on."""
         if self._epochs is None:
             return self.settings.run.num_rollout
-        plain = builders.has_plain_rows(self.settings, self.paths)
+        plain = builders.has_plain_rows(self.settings.algorithm, self.paths)
         rollouts = builders.count_rows(self.paths) if plain else self._count_rollouts(None)
         return -(-rollouts * self._epochs // self.settings.rollouts_per_round)
 
@@ -205,7 +206,7 @@ class RecordedRounds:
         silent = SampleFiles(self.paths, None if self.files.on_bad_line is None else lambda error: None)
         samples = (sample for _, sample in RecordedRounds(self.settings, silent)._read(model, deque(), epochs=1))
         count = self._trained if only_trained else lambda batch: 1
-        return sum(count(batch) for batch in sample_batches(samples, self.settings, 1))
+        return sum(count(batch) for batch in sample_batches(samples, self.settings.algorithm, 1))
 
     def _trained(self, batch: Sequence[Sample]) -> int:
         """Return how many units of a batch are trained on: 0 or 1 for a rollout, or the pairs of a group."""
@@ -268,9 +269,9 @@ class RecordedRounds:
         return reward_check(shlex.join(self.paths))
 
 
-def warn_of_other_model(settings: Settings, paths: Sequence[str], model: Path) -> None:
+def warn_of_other_model(algorithm: AlgorithmSection, paths: Sequence[str], model: Path) -> None:
     """Warn if samples come from another model than the one that is trained, according to their manifest."""
-    files = [Path(split_slice(path)[0]) for path in paths] if settings.algorithm.trains_on == "rollouts" else []
+    files = [Path(split_slice(path)[0]) for path in paths] if algorithm.trains_on == "rollouts" else []
     for message in filter(None, (other_model(file, model) for file in files)):
         logger.warning(message)
 

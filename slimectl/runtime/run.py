@@ -24,12 +24,12 @@ from slimectl.runtime.grace import GracePeriod, RoundAbandoned
 from slimectl.runtime.recorder import RunRecorder
 from slimectl.runtime.report_loop import ReportLoop, Reports, abandonment
 from slimectl.runtime.rounds import RecordedRounds, SampledRounds
-from slimectl.runtime.run_parts import build_parts
+from slimectl.runtime.run_parts import RunContext, build_parts
 from slimectl.settings import Settings
 from slimectl.settings.keys import settings_toml
 from slimectl.stages.advantages import Models
 from slimectl.stages.evaluate import resolve_dataset_settings
-from slimectl.stages.run import run
+from slimectl.stages.run import run as run_stage
 from slimectl.stages.train import TrainState
 from slimectl.system.shared_memory import remove_orphans
 from slimectl.system.stdio import log_to_file, logger, quantity
@@ -107,7 +107,7 @@ class TrainingRun:
         self.rounds.check_inputs()
         if not resume:
             self.folder.check_start()
-        self.recorder.data = builders.data_identities(self.settings, self.rounds.paths)
+        self.recorder.data = builders.data_identities(self.settings.eval, self.rounds.paths)
         files = [
             entry for names in self.recorder.data.values() for source in names for entry in source.get("files", ())
         ]
@@ -213,20 +213,15 @@ class TrainingRun:
         self._start_trackers(ending)
         self._expect_rounds()
         with self.progress.phase("loading"):
-            parts = build_parts(
-                self.rounds, self.recorder, self.state, ending,
-                executor=self.executor, interrupted=self.interrupted, progress=self.progress,
-            )  # fmt: skip
-        evaluator = Evaluator(settings, self.rounds, parts, self.recorder, self.state, self.grace, self.progress)
+            run = RunContext(self.rounds, self.recorder, self.state, self.interrupted, self.grace, self.progress)
+            parts = build_parts(run, ending, self.executor)
+        evaluator = Evaluator(parts)
         evaluator.before_rounds()
         self._expect_rounds()
-        loop = ReportLoop(
-            settings, self.rounds, parts, self.recorder, evaluator, self.state,
-            interrupted=self.interrupted, grace=self.grace, progress=self.progress, resume_command=self._resume_command,
-        )  # fmt: skip
+        loop = ReportLoop(parts, evaluator, self._resume_command)
         models = parts.models
         timer = builders.round_timer(settings, parts.model, models.policy, progress=self.progress)
-        reports = run(
+        reports = run_stage(
             self.rounds.stream(parts.service, models, self.recorder.sampling, self.executor),
             Models(models.policy, models.critic, models.frozen, timer),
             parts.sync if self.rounds.samples else None,

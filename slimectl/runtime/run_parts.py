@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 from slimectl.plugins.garbage import collection_paused, frozen_objects
 from slimectl.protocols import Executor, Progress
 from slimectl.runtime import builders
+from slimectl.runtime.grace import GracePeriod
 from slimectl.runtime.initial_model import SftWarmup, prepare_model
 from slimectl.runtime.process_memory import keep_freed_memory
 from slimectl.runtime.profiling import RoundProfiler
 from slimectl.runtime.recorder import RunRecorder
 from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.runtime.rounds import RecordedRounds, SampledRounds
+from slimectl.settings import Settings
 from slimectl.stages.train import TrainState
 
 if TYPE_CHECKING:
@@ -25,7 +27,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RunParts:
+class RunContext:
+    """What a run reads, what it records and reports to, and what may end it. `state` is updated by training."""
+
+    rounds: SampledRounds | RecordedRounds
+    recorder: RunRecorder
+    state: TrainState
+    interrupted: Callable[[], bool]
+    grace: GracePeriod
+    progress: Progress
+
+    @property
+    def settings(self) -> Settings:
+        return self.recorder.settings
+
+
+@dataclass(frozen=True)
+class RunParts(RunContext):
     """Models, engines and weight updates of a run. Training from samples has engines only for evaluations."""
 
     model: Path
@@ -41,20 +59,12 @@ class RunParts:
     profiler: RoundProfiler
 
 
-def build_parts(
-    rounds: SampledRounds | RecordedRounds,
-    recorder: RunRecorder,
-    state: TrainState,
-    ending: ExitStack,
-    *,
-    executor: Executor,
-    interrupted: Callable[[], bool],
-    progress: Progress,
-) -> RunParts:
-    """Build the engines, if any, and the models with the weights of the checkpoint that `recorder` rewound to.
+def build_parts(run: RunContext, ending: ExitStack, executor: Executor) -> RunParts:
+    """Build the engines, if any, and the models with the weights of the checkpoint that the recorder rewound to.
 
     A new model is created and warmed up on labels first. `ending` closes the parts in reverse order.
     """
+    recorder, progress, rounds = run.recorder, run.progress, run.rounds
     settings, folder = recorder.settings, recorder.folder
     keep_freed_memory()
     ending.callback(gc.unfreeze)
@@ -64,7 +74,7 @@ def build_parts(
     if service is not None:
         ending.callback(service.close)
         service.report_to(progress)
-    warmup = SftWarmup(settings, folder, recorder, recorder.hooks, executor, interrupted)
+    warmup = SftWarmup(recorder, executor, run.interrupted)
     with progress.phase("warm-up" if settings.sft_warmup.data else "loading"):
         model_folder = warmup.run(model, service)
     with collection_paused():
@@ -75,7 +85,7 @@ def build_parts(
     periodic_reference = builders.PeriodicReference(
         settings.algorithm.reference_interval, models.reference, folder.path
     )
-    periodic_reference.resume(state.rollout_id)
+    periodic_reference.resume(run.state.rollout_id)
     engines_sleep = settings.cluster.colocate and not rounds.samples
     sync = None
     if service is not None:
@@ -91,4 +101,5 @@ def build_parts(
         reference=models.reference,
     )
     ending.callback(profiler.close)  # writes the traces even if the run ends early
-    return RunParts(model, models, periodic_reference, service, sync, engines_sleep, profiler)
+    return RunParts(**vars(run), model=model, models=models, periodic_reference=periodic_reference, service=service,
+                    sync=sync, engines_sleep=engines_sleep, profiler=profiler)  # fmt: skip

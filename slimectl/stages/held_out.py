@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.settings import Settings
-from slimectl.settings.needs import Need
+from slimectl.settings.needs import AlgorithmSection, Need
 from slimectl.stages.advantages import Models, attach_scores
 from slimectl.stages.preferences import set_preference_gradients
 from slimectl.stages.recorded_rounds import sample_batches
@@ -24,27 +24,27 @@ def held_out_metrics(name: str, samples: Iterable[Sample], models: Models, setti
     """
     measure = _pair_sums if Need.PAIRS in settings.algorithm.needs else _token_sums
     count, sums = 0.0, dict[str, float]()
-    for members in sample_batches(samples, settings, BATCH):
+    for members in sample_batches(samples, settings.algorithm, BATCH):
         attach_scores(members, models, settings)
         batch, _ = BUILDERS[settings.algorithm.trains_on](members, settings.algorithm, settings.score.reward_key, None)
         if batch.rows:
-            size, values = measure(batch, models, settings)
+            size, values = measure(batch, models, settings.algorithm)
             count += size
             sums = {key: sums.get(key, 0.0) + value for key, value in values.items()}
     return {f"eval/{name}/{key}": value / count for key, value in sums.items()}
 
 
-def _token_sums(batch: TrainingBatch, models: Models, settings: Settings) -> tuple[float, Metrics]:
+def _token_sums(batch: TrainingBatch, models: Models, algorithm: AlgorithmSection) -> tuple[float, Metrics]:
     """Return the number of trained tokens, and the sum of their losses."""
     count = loss = 0.0
-    for row, log_probs in zip(batch.rows, models.outputs(settings.algorithm)(batch.rows), strict=True):
+    for row, log_probs in zip(batch.rows, models.outputs(algorithm)(batch.rows), strict=True):
         count += sum(row.loss_weights)
         loss -= sum(value * weight for value, weight in zip(log_probs, row.loss_weights, strict=True))
     return count, {"loss": loss}
 
 
-def _pair_sums(batch: TrainingBatch, models: Models, settings: Settings) -> tuple[float, Metrics]:
+def _pair_sums(batch: TrainingBatch, models: Models, algorithm: AlgorithmSection) -> tuple[float, Metrics]:
     """Return the number of pairs, and the sums of their metrics."""
     pairs = len(batch.rows) / 2
-    means = set_preference_gradients(batch.rows, settings.algorithm, models.outputs(settings.algorithm))
+    means = set_preference_gradients(batch.rows, algorithm, models.outputs(algorithm))
     return pairs, {name.removeprefix("train/"): mean * pairs for name, mean in means.items()}

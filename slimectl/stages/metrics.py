@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from slimectl.algorithms.metrics import mean_and_spread, pass_at_k, pass_k_values, rollout_metrics
 from slimectl.settings import Settings
 from slimectl.settings.run import TrackSettings
+from slimectl.settings.score import ScoreSettings
 from slimectl.stages.score import reward_number
 from slimectl.types import Metrics, Sample, Status, TrainingSample
 
@@ -25,16 +26,16 @@ REPETITIVE = 10
 
 def batch_metrics(samples: Sequence[Sample], batch: TrainingBatch, settings: Settings) -> Metrics:
     """Return the metrics of a round's samples and their rows, before the round's first step."""
-    rewards = round_rewards(samples, batch, settings)
+    rewards = round_rewards(samples, batch, settings.score)
     details = round_metrics(samples, rewards, batch.normalized_rewards, settings) | row_metrics(batch.rows)
     return rollout_metrics(samples, rewards) | details
 
 
-def round_rewards(samples: Sequence[Sample], batch: TrainingBatch, settings: Settings) -> list[float]:
+def round_rewards(samples: Sequence[Sample], batch: TrainingBatch, settings: ScoreSettings) -> list[float]:
     """Return the rewards that the metrics of a round describe. A function of the user may report others."""
     if batch.reported_rewards is not None:
         return batch.reported_rewards
-    return [reward_number(sample, settings.score.reward_key) for sample in samples if sample.reward is not None]
+    return [reward_number(sample, settings.reward_key) for sample in samples if sample.reward is not None]
 
 
 def row_metrics(rows: Sequence[TrainingSample]) -> Metrics:

@@ -14,7 +14,7 @@ from slimectl.algorithms.reductions import token_weights
 from slimectl.algorithms.registry import ALGORITHMS
 from slimectl.algorithms.surrogates import TokenRows, ratio
 from slimectl.algorithms.value_loss import explained_variance
-from slimectl.settings import Settings
+from slimectl.settings.algorithm import AlgorithmSettings
 from slimectl.settings.needs import AlgorithmSection, Need
 from slimectl.stages.advantages import Models
 from slimectl.stages.finite_check import FiniteCheck
@@ -41,7 +41,7 @@ class StepIndex:
 def optimizer_step(
     minibatch: Sequence[tuple[int, TrainingSample]],
     models: Models,
-    settings: Settings,
+    algorithm: AlgorithmSettings,
     hooks: Hooks,
     index: StepIndex,
     keep: Callable[[dict[str, Any]], None] | None = None,
@@ -50,7 +50,7 @@ def optimizer_step(
 
     A minibatch has (execution, row) of whole rollouts. `keep` gets the record of every row in a policy update.
     """
-    algorithm, functions = settings.algorithm, ALGORITHMS[settings.algorithm.name]
+    functions = ALGORITHMS[algorithm.name]
     rows, executions = [row for _, row in minibatch], [execution for execution, _ in minibatch]
     rollouts = rollouts_of(minibatch)
     for row, weights in zip(rows, loss_weights([row.loss_weights for row in rows], rollouts, algorithm), strict=True):
@@ -67,7 +67,7 @@ def optimizer_step(
     size = {"train/global_batch_size": float(len(set(rollouts)))}
     options = algorithm.critic_options
     if options is not None:
-        metrics |= _critic_step(rows, models, settings, finite)
+        metrics |= _critic_step(rows, models, algorithm, finite)
         if index.step <= algorithm.critic_only_steps:
             return metrics | size
     loss = functions.loss(algorithm, rows)
@@ -119,18 +119,20 @@ def _sample_counts(weights: Sequence[Sequence[float]]) -> Metrics:
     return {"train/valid_samples": float(valid), "train/valid_sample_ratio": valid / answered if answered else 0.0}
 
 
-def _critic_step(rows: Sequence[TrainingSample], models: Models, settings: Settings, finite: FiniteCheck) -> Metrics:
+def _critic_step(
+    rows: Sequence[TrainingSample], models: Models, algorithm: AlgorithmSettings, finite: FiniteCheck
+) -> Metrics:
     """Update a separate critic on rows with values and returns. Return its metrics train/critic-….
 
     A shared critic is updated with the policy, so only its explained variance is measured. Raises DivergedError before
     the update if the loss or gradient is not finite.
     """
-    make_loss, options = ALGORITHMS[settings.algorithm.name].critic_loss, settings.algorithm.critic_options
+    make_loss, options = ALGORITHMS[algorithm.name].critic_loss, algorithm.critic_options
     assert models.critic is not None
     assert make_loss is not None
     metrics: Metrics = {}
     if options is not None and not options.shared:
-        loss = make_loss(settings.algorithm, rows)
+        loss = make_loss(algorithm, rows)
         with models.timer.time("perf/critic_train_time", of=models.critic):
             summed = finite.update(models.critic, loss, of="the critic's", outputs=models.critic.values)
         metrics = {f"train/critic-{name}": value for name, value in summed.items()}

@@ -9,7 +9,7 @@ from itertools import count, groupby
 
 from slimectl.errors import RecordError
 from slimectl.settings import Settings
-from slimectl.settings.needs import Need
+from slimectl.settings.needs import AlgorithmSection, Need
 from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
 
 Numbered = tuple[int, Sample]
@@ -42,7 +42,7 @@ def recorded_rounds(
             numbers.append(number)
             yield sample
 
-    batches = sample_batches(unnumbered(), settings, settings.rollouts_per_round)
+    batches = sample_batches(unnumbered(), settings.algorithm, settings.rollouts_per_round)
     for round_number, batch in enumerate(batches, start=before + 1):
         position = [numbers.popleft() for _ in batch][-1] + 1
         metrics: Metrics = {}
@@ -53,9 +53,9 @@ def recorded_rounds(
         yield RolloutBatch(batch, metrics=metrics, state=SamplerState(position, round_number))
 
 
-def sample_batches(samples: Iterable[Sample], settings: Settings, size: int) -> Iterator[list[Sample]]:
+def sample_batches(samples: Iterable[Sample], algorithm: AlgorithmSection, size: int) -> Iterator[list[Sample]]:
     """Yield lists of `size` whole rollouts, or for pairwise algorithms of `size` whole groups."""
-    return (_batch_groups if Need.PAIRS in settings.algorithm.needs else _batch_rollouts)(samples, size)
+    return (_batch_groups if Need.PAIRS in algorithm.needs else _batch_rollouts)(samples, size)
 
 
 def _batch_rollouts(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:

@@ -42,7 +42,7 @@ def run(
         _sleep(sleepers)
     models = replace(models, updates_reference=sync is not None)
     timer = models.timer
-    batches = _take_batches(rounds, sync, settings, timer, waiting)
+    batches = _take_batches(rounds, sync, timer, waiting, colocate=settings.cluster.colocate)
     reports = train_batches(batches, models, settings, state=state, hooks=hooks)
     total_s = 0.0
     while True:  # the clock stops while the caller has a report, because it evaluates and saves
@@ -71,9 +71,10 @@ def streamed(
 def _take_batches(
     rounds: Callable[[], Iterable[RolloutBatch]],
     sync: WeightSync | None,
-    settings: Settings,
     timer: RoundTimer,
     waiting: Callable[[], AbstractContextManager[Any]],
+    *,
+    colocate: bool,
 ) -> Iterator[RolloutBatch]:
     """Wait for each round of the executor's stream and yield it. Engines on the trainer's GPUs then sleep."""
     batches = iter(rounds())
@@ -83,7 +84,7 @@ def _take_batches(
         if batch is None:
             return
         if sync is not None:
-            if settings.cluster.colocate:
+            if colocate:
                 with timer.time("perf/engine_offload_time"):
                     sync.sleep()
             batch.timings |= _rollout_timings(batch.duration_s, len(batch.samples))

@@ -66,7 +66,7 @@ def train(
     Raises RecordError for samples that this algorithm cannot train on, and SlimectlError for samples of another model
     with run.on_logprob_mismatch = "stop".
     """
-    rounds = sample_batches(samples, settings, settings.rollouts_per_round)
+    rounds = sample_batches(samples, settings.algorithm, settings.rollouts_per_round)
     check = LogProbCheck(settings, recorded=True)
     for report in train_batches(map(RolloutBatch, rounds), models, settings, state=state, hooks=hooks):
         yield report
@@ -129,7 +129,7 @@ def _train_batch(
         report = _step_report(minibatch, models, settings, hooks, state, step_in_round=i)
         if i == 0:
             report.metrics = metrics | report.metrics | {"rollout/step": float(state.rollout_id)} | batch.metrics
-            report.samples, report.rewards = batch.samples, round_rewards(batch.samples, data, settings)
+            report.samples, report.rewards = batch.samples, round_rewards(batch.samples, data, settings.score)
             report.timings |= batch.timings
         report.sampling = batch.state
         report.last_step_of_round = i == max(0, len(minibatches) - 1)
@@ -176,7 +176,7 @@ def _step_report(
     timings: Metrics = {}
     if minibatch:
         keep = train_data.append if settings.run.keep_samples == "train" else None
-        metrics = optimizer_step(minibatch, models, settings, hooks, state.next_step(step_in_round), keep)
+        metrics = optimizer_step(minibatch, models, settings.algorithm, hooks, state.next_step(step_in_round), keep)
         metrics["train/step"] = float(state.step)
         seconds, tokens = clock() - started, sum(len(row.tokens) for _, row in minibatch)
         timings = {"perf/train_time": seconds, "perf/actor_train_tok_per_s": tokens / seconds if seconds else 0.0}

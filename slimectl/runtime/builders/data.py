@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from slimectl.data.columns import PromptOptions
     from slimectl.data.tables import Table
     from slimectl.protocols import Agent, Engine
+    from slimectl.settings.evaluate import EvalSettings
+    from slimectl.settings.needs import AlgorithmSection
+    from slimectl.settings.rollout import RolloutSettings
     from slimectl.settings.run import RunSettings
     from slimectl.stages.evaluate import HeldOutDataset
     from slimectl.stages.generation import GroupGenerator
@@ -63,7 +66,7 @@ def prompt_options(settings: Settings, sources: Sequence[str], **reading: Any) -
         shuffle_seed=rollout.seed if rollout.shuffle else None,
         weights=rollout.data_weights if list(sources) == list(rollout.data) else None,
         mix_seed=rollout.seed,
-        named=EnvironmentTables(settings),
+        named=EnvironmentTables(rollout),
         **reading,
     )
 
@@ -104,15 +107,15 @@ def check_images(settings: Settings, sources: Iterable[str], *, servers: bool) -
 class EnvironmentTables:
     """Opens the sources `env` and `env:eval`, the tasks of rollout.env."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, rollout: RolloutSettings) -> None:
+        self._rollout = rollout
 
     def open(self, source: str, *, unbounded: bool) -> Table | None:
         """Return the tasks of a split, or None for another source. Raises SettingsError without rollout.env."""
         name, _, split = source.partition(":")
         if name != "env" or split not in ("", "train", "eval"):
             return None
-        if self._settings.rollout.env is None:
+        if self._rollout.env is None:
             if Path(source).exists():
                 return None
             raise SettingsError(
@@ -120,22 +123,21 @@ class EnvironmentTables:
             )
         from slimectl.agents.environments.tasks import task_table
 
-        return task_table(environment(self._settings), split or "train", unbounded=unbounded)
+        return task_table(environment(self._rollout), split or "train", unbounded=unbounded)
 
 
-def data_identities(settings: Settings, sources: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+def data_identities(evaluation: EvalSettings, sources: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """Return the identities of the `sources` of rollout.data and of each dataset of [eval], by setting."""
     from slimectl.data.source_identity import source_identity
 
-    evaluations = {f"eval.data.{name}": [source] for name, source in settings.eval.sources.items()}
+    evaluations = {f"eval.data.{name}": [source] for name, source in evaluation.sources.items()}
     return {key: list(map(source_identity, names)) for key, names in {"rollout.data": sources, **evaluations}.items()}
 
 
-def environment(settings: Settings) -> Specification:
+def environment(rollout: RolloutSettings) -> Specification:
     """Return the specification of rollout.env."""
     from slimectl.agents.environments.agent import specification_of
 
-    rollout = settings.rollout
     return specification_of(str(rollout.env), rollout.env_args, rollout.env_python)
 
 
@@ -175,7 +177,7 @@ def training_samples(
     from slimectl.stages.rollout import demonstrations
 
     paths, bad = files.paths, files.on_bad_line
-    if not has_plain_rows(settings, paths):
+    if not has_plain_rows(settings.algorithm, paths):
         size = None if tokenizer is None else vocabulary_size(Path(tokenizer.name_or_path))
         read = partial(
             read_samples,
@@ -203,12 +205,12 @@ def _by_row(samples: Iterator[Sample], on_line: Callable[[str], None]) -> Iterat
         yield from ((occurrence, sample) for sample in row)
 
 
-def has_plain_rows(settings: Settings, paths: Sequence[str]) -> bool:
+def has_plain_rows(algorithm: AlgorithmSection, paths: Sequence[str]) -> bool:
     """Return whether files contain demonstrations or preferences instead of samples.
 
     Raises RecordError if this holds only for some of the files.
     """
-    if settings.algorithm.trains_on == "rollouts" or "-" in paths:
+    if algorithm.trains_on == "rollouts" or "-" in paths:
         return False
     sampled = [path for path in paths if _has_tokens(path)]
     if 0 < len(sampled) < len(paths):
@@ -260,9 +262,9 @@ def reward(settings: Settings, function: Callable[..., Any] | None = None) -> Gr
 def agent(settings: Settings) -> Agent | None:
     """Return the agent from rollout.env, rollout.agent or the user's function, or None without one."""
     if settings.rollout.env:
-        return environment_agent(settings)
+        return environment_agent(settings.rollout, gives_reward=not settings.names_verifier)
     if settings.rollout.agent:
-        return command_agent(settings)
+        return command_agent(settings.rollout, gives_reward=not settings.names_verifier)
     user_fn, args = hook(settings, "rollout.custom_generate_function_path"), FlatSettings(settings)
     if user_fn is None:
         return None
@@ -272,11 +274,10 @@ def agent(settings: Settings) -> Agent | None:
     return as_agent(user_fn, args)
 
 
-def command_agent(settings: Settings) -> Agent:
+def command_agent(rollout: RolloutSettings, *, gives_reward: bool) -> Agent:
     """Return the program of rollout.agent as an agent. Its own reward is used if no verifier is set."""
     from slimectl.agents.command import CommandAgent, CommandOptions
 
-    rollout = settings.rollout
     return CommandAgent(
         CommandOptions(
             command=rollout.agent or "",
@@ -285,26 +286,25 @@ def command_agent(settings: Settings) -> Agent:
             retries=rollout.agent_retries,
             concurrency=rollout.agent_concurrency,
             model=rollout.agent_model,
-            gives_reward=not settings.names_verifier,
+            gives_reward=gives_reward,
             template_kwargs=rollout.template_kwargs,
         )
     )
 
 
-def environment_agent(settings: Settings) -> Agent:
+def environment_agent(rollout: RolloutSettings, *, gives_reward: bool) -> Agent:
     """Return the agent that plays episodes of rollout.env. Its own reward is used if no verifier is set."""
     from slimectl.agents.environments.agent import EnvironmentAgent, EnvironmentOptions
     from slimectl.stages.generation import single_turn
 
-    rollout = settings.rollout
     options = EnvironmentOptions(
-        specification=environment(settings),
+        specification=environment(rollout),
         timeout_s=rollout.env_timeout_s,
         max_turns=rollout.env_max_turns,
         turn_tokens=rollout.env_turn_tokens,
         retries=rollout.env_retries,
         concurrency=rollout.env_concurrency,
-        gives_reward=not settings.names_verifier,
+        gives_reward=gives_reward,
         template_kwargs=rollout.template_kwargs,
     )
     return EnvironmentAgent(options, single_turn)
