@@ -26,6 +26,8 @@ COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
 }  # fmt: skip
+Evaluation = Callable[[Callable[[str], Any]], Any]
+"""Takes a function that returns the value of a field."""
 CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -44,65 +46,53 @@ class FilterExpression:
         if len(text) > MAX_LENGTH:
             raise SettingsError(f"filter: {len(text)} characters are too many. The limit is {MAX_LENGTH}.")
         try:
-            self._tree = ast.parse(text.strip(), mode="eval").body
+            tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise SettingsError(
                 f"filter: {text!r} is not a valid expression. Example: reward < 0.5 and 'x' in response"
             ) from None
-        self._check(self._tree)
-        self.names = frozenset(name for node in ast.walk(self._tree) if (name := _field_name(node)) is not None)
+        self._evaluate = _compiled(tree)
+        self.names = frozenset(name for node in ast.walk(tree) if (name := _field_name(node)) is not None)
         """Dotted names of the fields that the expression reads."""
 
     def matches(self, record: Mapping[str, Any], known: Mapping[str, Any] = MappingProxyType({})) -> bool:
         """Return whether the record meets the condition. Values in `known` override the record's values."""
-        return bool(self._evaluate(self._tree, lambda name: known[name] if name in known else field_of(record, name)))
+        return bool(self._evaluate(lambda name: known[name] if name in known else field_of(record, name)))
 
-    def _check(self, node: ast.AST) -> None:
-        """Raise SettingsError for a part of the expression that the syntax does not allow."""
-        match node:
-            case ast.BoolOp(values=parts) | ast.List(elts=parts) | ast.Tuple(elts=parts):
-                children: list[ast.AST] = list(parts)
-            case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
-                children = [operand]
-            case ast.Compare(left=left, comparators=comparators):
-                children = [left, *comparators]
-            case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right=right):
-                children = [left, right]
-            case ast.Constant(value=str() | int() | float() | None) | ast.Name():
-                children = []
-            case ast.Attribute() if _field_name(node) is not None:
-                children = []
-            case _:
-                part = ast.unparse(node)[:60]
-                raise SettingsError(
-                    f"filter: {part!r} is not allowed in a filter. Compare fields, as in: reward < 0.5 and 'x' in "
-                    f"response"
-                )
-        for child in children:
-            self._check(child)
 
-    def _evaluate(self, node: ast.AST, field: Callable[[str], Any]) -> Any:
-        match node:
-            case ast.BoolOp(op=op, values=values):
-                results = (self._evaluate(value, field) for value in values)
-                return all(results) if isinstance(op, ast.And) else any(results)
-            case ast.UnaryOp(op=ast.Not(), operand=operand):
-                return not self._evaluate(operand, field)
-            case ast.UnaryOp(operand=operand):
-                return _apply(operator.neg, self._evaluate(operand, field))
-            case ast.BinOp(left=left, op=op, right=right):
-                return _apply(ARITHMETIC[type(op)], self._evaluate(left, field), self._evaluate(right, field))
-            case ast.Compare(left=left, ops=ops, comparators=comparators):
-                values = [self._evaluate(part, field) for part in (left, *comparators)]
-                return all(_compare(op, *pair) for op, pair in zip(ops, pairwise(values), strict=True))
-            case ast.List(elts=parts) | ast.Tuple(elts=parts):
-                return [self._evaluate(part, field) for part in parts]
-            case ast.Constant(value=value):
-                return value
-            case _:
-                name = _field_name(node) or ""
-                value = field(name)
-                return CONSTANTS.get(name.lower()) if value is None else value
+def _compiled(node: ast.AST) -> Evaluation:
+    """Return a function that evaluates a part of an expression. Raises SettingsError for any other syntax."""
+    match node:
+        case ast.BoolOp(op=op, values=parts):
+            combine = all if isinstance(op, ast.And) else any
+            values = [_compiled(part) for part in parts]
+            return lambda field: combine(value(field) for value in values)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            value = _compiled(operand)
+            return lambda field: not value(field)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            value = _compiled(operand)
+            return lambda field: _apply(operator.neg, value(field))
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() as op, right=right):
+            function, first, second = ARITHMETIC[type(op)], _compiled(left), _compiled(right)
+            return lambda field: _apply(function, first(field), second(field))
+        case ast.Compare(left=left, ops=ops, comparators=others):
+            values = [_compiled(part) for part in (left, *others)]
+            return lambda field: all(
+                _compare(op, *pair) for op, pair in zip(ops, pairwise([value(field) for value in values]), strict=True)
+            )
+        case ast.List(elts=parts) | ast.Tuple(elts=parts):
+            values = [_compiled(part) for part in parts]
+            return lambda field: [value(field) for value in values]
+        case ast.Constant(value=str() | int() | float() | None as constant):
+            return lambda field: constant
+        case _ if (name := _field_name(node)) is not None:
+            default = CONSTANTS.get(name.lower())
+            return lambda field: default if (found := field(name)) is None else found
+    part = ast.unparse(node)[:60]
+    raise SettingsError(
+        f"filter: {part!r} is not allowed in a filter. Compare fields, as in: reward < 0.5 and 'x' in response"
+    )
 
 
 def _field_name(node: ast.AST) -> str | None:

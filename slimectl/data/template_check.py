@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from slimectl.errors import CheckpointError
 
 PROBE = [{"role": "user", "content": "What is 1 + 1?"}]
-MAX_LINES = 500_000
-"""Maximum executed lines of the compiled template for one short chat. Templates with tools need a few hundred."""
 MAX_CPU_S = 5.0
+"""Maximum time for one short chat. Templates need milliseconds."""
 MAX_MEMORY_BYTES = 1024**3
 
 
 class _LimitError(Exception):
-    """A template exceeded its time or line limit."""
+    """A template exceeded its time limit."""
 
 
 def check_template(tokenizer: Any, folder: Path) -> None:
@@ -35,7 +32,7 @@ def check_template(tokenizer: Any, folder: Path) -> None:
     if not getattr(tokenizer, "chat_template", None):
         return
     try:
-        with _limited_memory(), _limited_cpu_time(), _limited_lines():
+        with _limited_memory(), _limited_cpu_time():
             tokenizer.apply_chat_template(PROBE, add_generation_prompt=True, tokenize=False)
     except (_LimitError, MemoryError, RecursionError) as error:
         reason = "takes too much memory" if isinstance(error, MemoryError) else "does not end"
@@ -48,32 +45,8 @@ def check_template(tokenizer: Any, folder: Path) -> None:
 
 
 @contextmanager
-def _limited_lines() -> Iterator[None]:
-    """Limit the executed lines of templates, which compile to Python."""
-    before, count = sys.gettrace(), 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal count
-        if frame.f_code.co_filename != "<template>":
-            return None
-        count += event == "line"
-        if count > MAX_LINES:
-            raise _LimitError
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-@contextmanager
 def _limited_cpu_time() -> Iterator[None]:
-    """Limit the CPU time of a template within one line: an endless filter, function or power.
-
-    Signals reach only the main thread. Other threads have no such limit.
-    """
+    """Limit the CPU time of a template. Signals reach only the main thread, so other threads have no such limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

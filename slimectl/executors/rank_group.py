@@ -60,7 +60,7 @@ class RankGroupBase:
             try:
                 pipe.send_bytes(data)
             except OSError as error:
-                raise self._with_log_tail(self._death_error(rank), rank) from error
+                raise self._death_error(rank) from error
 
     def answers(self) -> Iterator[Any]:
         """Yield the parts that rank 0 sends, then its result. Every rank has answered once this is exhausted.
@@ -80,7 +80,7 @@ class RankGroupBase:
                         failure = value
                     deadline = 0.0
                 elif kind == "error" and failure is None:
-                    failure, deadline = self._with_log_tail(value, rank), time.monotonic() + GRACE_S
+                    failure, deadline = attach_log_tail(value, self._tail(rank)), time.monotonic() + GRACE_S
                 elif kind != "error" and rank == 0 and failure is None:
                     yield value
         if failure is not None:
@@ -107,12 +107,15 @@ class RankGroupBase:
             try:
                 yield rank, *pending[rank].recv()
             except (EOFError, OSError):
-                yield rank, "died", self._with_log_tail(self._death_error(rank), rank)
+                yield rank, "died", self._death_error(rank)
         if not ready_ranks:
             for rank in set(self._ended_ranks()) & set(pending):
-                yield rank, "died", self._with_log_tail(self._death_error(rank), rank)
+                yield rank, "died", self._death_error(rank)
 
-    def _with_log_tail(self, error: BaseException, rank: int) -> BaseException:
+    def _death_error(self, rank: int) -> DiedError:
+        """Return the error for a rank whose pipe has closed, with the tail of its log as a note."""
+        place = "its messages above" if self._logs is None else self._logs[rank]
+        error = DiedError(f"rank {rank} of {self.ranks} died ({self._ending(rank)}). See {place}.")
         return attach_log_tail(error, self._tail(rank))
 
     def _tail(self, rank: int) -> str:
@@ -123,8 +126,8 @@ class RankGroupBase:
         """Yield the ranks that are known to have ended."""
         raise NotImplementedError
 
-    def _death_error(self, rank: int) -> DiedError:
-        """Return the error that explains why a rank's pipe has closed."""
+    def _ending(self, rank: int) -> str:
+        """Wait for the end of a rank whose pipe has closed, and describe it."""
         raise NotImplementedError
 
     def _reap(self, deadline: float) -> None:
@@ -168,12 +171,11 @@ class LocalRanks(RankGroupBase):
     def _ended_ranks(self) -> Iterator[int]:
         return iter(())  # a process that ends closes its pipe
 
-    def _death_error(self, rank: int) -> DiedError:
+    def _ending(self, rank: int) -> str:
         process = self._processes[rank]
         process.join(GRACE_S)
         hint = "; out of memory?" if process.exitcode == -signal.SIGKILL else ""
-        location = "its messages above" if self._logs is None else self._logs[rank]
-        return DiedError(f"rank {rank} of {self.ranks} died (exit code {process.exitcode}{hint}). See {location}.")
+        return f"exit code {process.exitcode}{hint}"
 
     def _tail(self, rank: int) -> str:
         return "" if self._logs is None else tail(self._logs[rank])

@@ -16,7 +16,7 @@ from typing import Any
 
 from ray import cloudpickle
 
-from slimectl.errors import BackendError, DiedError
+from slimectl.errors import BackendError
 from slimectl.executors.child_processes import log_files
 from slimectl.executors.rank_group import GRACE_S, RankGroupBase
 from slimectl.executors.rank_process import LOCALHOST, ConnectionPipe, RankInfo, host_store, run_rank
@@ -113,7 +113,7 @@ class RayRanks(RankGroupBase):
                     pipes[struct.unpack("!I", hello[len(token) :])[0]] = Connection(caller.detach())
                 continue
             for rank in self._ended_ranks():
-                raise self._with_log_tail(self._death_error(rank), rank)
+                raise self._death_error(rank)
             if time.monotonic() > deadline:
                 silent = sorted(set(range(self.ranks)) - set(pipes))
                 raise BackendError(f"ranks {silent} did not connect within {START_S:g} s. Can they reach this host?")
@@ -126,16 +126,14 @@ class RayRanks(RankGroupBase):
             if life in ended or place.node in lost:
                 yield rank
 
-    def _death_error(self, rank: int) -> DiedError:
+    def _ending(self, rank: int) -> str:
         location, error = self._locations[rank], None
         if is_alive(location.node):
             try:
                 ray.get(self._lives[rank], timeout=GRACE_S)
             except Exception as raised:
                 error = raised
-        reason = death_reason(error, location)
-        place = self._logs[rank] if self._logs else "its messages above"
-        return DiedError(f"rank {rank} of {self.ranks} died (on {location}: {reason}). See {place}.")
+        return f"on {location}: {death_reason(error, location)}"
 
     def _tail(self, rank: int) -> str:
         return tail_at(self._logs[rank], self._locations[rank]) if self._logs else ""
