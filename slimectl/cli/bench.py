@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -186,6 +185,8 @@ def phases(result: SeedResult) -> str:
 
 def show_median(task: BenchmarkTask, results: Sequence[SeedResult], as_json: bool) -> None:
     """Print the median over seeds. A seed that did not reach the target counts as infinite."""
+    import statistics
+
     cpu_s = statistics.median(result.cpu_s if result.reached else math.inf for result in results)
     reached = sum(result.reached for result in results)
     if as_json:

@@ -10,7 +10,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from slimectl.cli.inspect_samples import THRESHOLD, Selection, compact, indexed
+from slimectl.cli.inspect_samples import THRESHOLD, compact, indexed
+from slimectl.cli.options import Selection
 from slimectl.cli.run_summary import CURVES, run_facts, skipped_settings
 from slimectl.cli.terminal import has_colours, one_line, paint, safe_json, sparkline, visible, width
 from slimectl.cli.viewer import queries
@@ -132,7 +133,7 @@ def show_difference(before: Path, after: Path, selection: Selection) -> None:
     runs = [*left_library.runs.values(), *right_library.runs.values()]
     threshold = next((run.settings[THRESHOLD] for run in runs if THRESHOLD in run.settings), 1.0)
     answer = queries.compare(
-        old, new, threshold=threshold, where=selection.condition, sort=selection.sort, limit=selection.rows
+        old, new, threshold=threshold, where=selection.condition, sort=selection.sort, page=slice(selection.rows)
     )
     if not answer["shared"] and not selection.condition:
         raise SettingsError(f"{first.path} and {second.path}: no prompt has a reward in both. Score them first")

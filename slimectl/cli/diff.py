@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from slimectl.cli.options import AsJson
+from slimectl.cli.options import AsJson, Selection
 from slimectl.errors import SettingsError
 
 
@@ -25,7 +25,6 @@ def diff(
         slimectl diff runs/a runs/b
     """
     from slimectl.cli.comparison import show_comparison
-    from slimectl.cli.inspect_samples import Selection
 
     for path in (before, after):
         if not path.exists():

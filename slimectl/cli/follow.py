@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from slimectl.cli.inspect_samples import Place, Selection, show_places
+from slimectl.cli.inspect_samples import Place, show_places
+from slimectl.cli.options import Selection
 from slimectl.cli.terminal import safe_json
 from slimectl.cli.tokens import legend
 from slimectl.cli.viewer import queries

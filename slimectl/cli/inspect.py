@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from slimectl.cli import tokens
-from slimectl.cli.options import SETTINGS, AsJson, CommonOptions, with_options
+from slimectl.cli.options import SETTINGS, CommonOptions, Selection, with_options
 from slimectl.errors import SettingsError
 from slimectl.system.model_files import follow_links
 
@@ -16,17 +16,11 @@ from slimectl.system.model_files import follow_links
 @with_options("paths rows condition sort prompt follow diff explain color_by mask model", SETTINGS, "as_json")
 def inspect(
     options: CommonOptions,
+    selection: Selection,
     paths: Annotated[
         list[Path],
         typer.Argument(metavar="PATH…", help="A run, a round's folder, a samples file, or a folder with a manifest"),
     ],
-    rows: Annotated[int, typer.Option("--rows", help="Number of samples to print", min=0)] = 3,
-    condition: Annotated[
-        str, typer.Option("--where", metavar="EXPR", help="Filter samples: \"reward < 0.5 and 'so' in response\"")
-    ] = "",
-    sort: Annotated[
-        str, typer.Option("--sort", metavar="FIELD", help="Sort samples by a field. -FIELD sorts in descending order")
-    ] = "",
     prompt: Annotated[
         str | None,
         typer.Option(
@@ -35,16 +29,9 @@ def inspect(
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new samples as they arrive")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="Compare two files, rounds or runs on the same prompts")] = False,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Explain each reward by grading again with the run's verifier")
-    ] = False,
-    color_by: Annotated[
-        str, typer.Option("--color-by", metavar="NUMBER", help=f"Colour tokens by {', '.join(tokens.NAMES)}")
-    ] = "",
     mask: Annotated[
         bool, typer.Option("--mask", help="Show trained tokens in green, or in [[ ]] without colours")
     ] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Summarize a run, samples file or model directory, and show samples.
 
@@ -61,21 +48,14 @@ def inspect(
     from slimectl.cli import inspect_samples, inspect_views
 
     modes = {"--mask": mask, "--diff": diff, "--prompt": prompt is not None, "--follow": follow}
-    _check(
-        paths,
-        [name for name, is_set in modes.items() if is_set],
-        condition=condition,
-        sort=sort,
-        color_by=color_by,
-        explain=explain,
-    )
-    if mask and as_json:
+    _check(paths, [name for name, is_set in modes.items() if is_set], selection)
+    if mask and selection.as_json:
         raise SettingsError("--mask and --json cannot be combined. With --json, a sample's mask is its loss_mask")
     paths = [follow_links(path) for path in paths]
     path = paths[0]
-    selection = inspect_samples.Selection(rows, condition, sort, color_by, as_json, explain, options.model)
+    selection.model = options.model
     if mask:
-        inspect_views.show_masks(path, rows, options.resolve().settings)
+        inspect_views.show_masks(path, selection.rows, options.resolve().settings)
     elif diff:
         from slimectl.cli import comparison
 
@@ -90,21 +70,22 @@ def inspect(
         from slimectl.cli.follow import follow_samples
 
         follow_samples(path, selection)
-    elif condition or sort or color_by or explain:
+    elif selection.condition or selection.sort or selection.color_by or selection.explain:
         inspect_samples.show_selection(path, selection)
     else:
         inspect_views.show(path, selection)
 
 
-def _check(paths: list[Path], modes: list[str], *, condition: str, sort: str, color_by: str, explain: bool) -> None:
+def _check(paths: list[Path], modes: list[str], selection: Selection) -> None:
     """Raise SettingsError for a missing path, or for options that cannot be combined."""
+    color_by, explain = selection.color_by, selection.explain
     if color_by and color_by not in tokens.NAMES:
         raise SettingsError(f"--color-by: {color_by!r:.40} is unknown. Choose one of {', '.join(tokens.NAMES)}")
     if len(modes) > 1:
         raise SettingsError(f"{modes[0]} and {modes[1]} cannot be combined. Choose one")
     refused = {
-        "--where": condition and modes and modes not in (["--follow"], ["--diff"]),
-        "--sort": sort and modes and modes != ["--diff"],
+        "--where": selection.condition and modes and modes not in (["--follow"], ["--diff"]),
+        "--sort": selection.sort and modes and modes != ["--diff"],
         "--color-by": color_by and modes in (["--mask"], ["--diff"]),
         "--explain": explain and modes,
     }

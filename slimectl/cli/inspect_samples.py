@@ -6,7 +6,7 @@ import heapq
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from slimectl.cli.chat_text import messages_text
+from slimectl.cli.options import Selection
 from slimectl.cli.score import explanation_text
 from slimectl.cli.terminal import has_colours, one_line, safe_json, sparkline, visible, width
-from slimectl.cli.tokens import decoder, legend, tokens_text
+from slimectl.cli.tokens import legend, tokens_text
 from slimectl.cli.viewer import queries
 from slimectl.cli.viewer.conversation import conversation, prompt_messages, response_turns
 from slimectl.cli.viewer.library import Library, SamplesFile, read_view
@@ -35,31 +36,6 @@ MAX_CHOICES = 8
 """Maximum number of prompts listed in a message."""
 MAX_REASON = 400
 """Maximum width of the line that explains a sample's reward, in columns."""
-
-
-@dataclass
-class Selection:
-    """Which samples to show, and how."""
-
-    rows: int = 3
-    condition: str = ""
-    sort: str = ""
-    color_by: str = ""
-    as_json: bool = False
-    explain: bool = False
-    model: str | None = None
-    """Folder of the tokenizer, overrides the files' manifests."""
-    _decoders: dict[Path | None, Any] = field(default_factory=dict)
-
-    def decoder(self, library: Library, file: SamplesFile) -> Any:
-        """Return the decoder of a file's tokens, or None if it has none, which is logged once."""
-        folder = Path(self.model) if self.model else library.model_folder(file)
-        if folder not in self._decoders:
-            self._decoders[folder] = decoder(folder)
-            if self._decoders[folder] is None:
-                reason = f"the tokenizer of {folder} cannot be loaded" if folder else "no manifest names the model"
-                stdio.note(f"{file.path}: {reason}, so tokens are shown as numbers. Add --model DIR")
-        return self._decoders[folder]
 
 
 @dataclass(frozen=True)

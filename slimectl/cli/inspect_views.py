@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimectl.architectures.config import raw_config
-from slimectl.cli.inspect_samples import Selection, heading, texts_of
+from slimectl.cli.inspect_samples import heading, texts_of
+from slimectl.cli.options import Selection
 from slimectl.cli.run_summary import run_facts, show_run
 from slimectl.cli.terminal import has_colours, safe_json
 from slimectl.cli.tokens import MASKED, PROMPT, TRAINED, highlight, legend

@@ -11,7 +11,6 @@ import typer
 from slimectl.architectures import cards
 from slimectl.cli.options import AsJson
 from slimectl.errors import SettingsError, StorageError
-from slimectl.planner.workload import parameters
 from slimectl.system import stdio
 
 USAGE = "models: use `slimectl models`, `models show NAME`, `models check NAME DIR` or `models create NAME DIR`"
@@ -61,6 +60,8 @@ def facts(name: str) -> dict[str, Any]:
 
 def row(name: str) -> tuple[str, ...]:
     """Format the columns of a card as text."""
+    from slimectl.planner.workload import parameters
+
     return tuple(
         parameters(value) if column in ("parameters", "activated") else str(value)
         for column, value in facts(name).items()

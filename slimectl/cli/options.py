@@ -6,18 +6,20 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from slimectl.cli import tokens
 from slimectl.errors import SettingsError, SlimectlError
 from slimectl.system import stdio
 from slimectl.system.redaction import redact, secrets_in
 
 if TYPE_CHECKING:  # building the settings classes takes a quarter of a second, which --help avoids
+    from slimectl.cli.viewer.library import Library, SamplesFile
     from slimectl.settings import Layer, Resolved
 
 STDOUT_NAMES = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
@@ -281,6 +283,39 @@ class CommonOptions:
         return layers, [*problems, *mistakes]
 
 
+@dataclass
+class Selection:
+    """Which samples `slimectl inspect` shows, and how."""
+
+    rows: Annotated[int, typer.Option("--rows", help="Number of samples to print", min=0)] = 3
+    condition: Annotated[
+        str, typer.Option("--where", metavar="EXPR", help="Filter samples: \"reward < 0.5 and 'so' in response\"")
+    ] = ""
+    sort: Annotated[
+        str, typer.Option("--sort", metavar="FIELD", help="Sort samples by a field. -FIELD sorts in descending order")
+    ] = ""
+    color_by: Annotated[
+        str, typer.Option("--color-by", metavar="NUMBER", help=f"Colour tokens by {', '.join(tokens.NAMES)}")
+    ] = ""
+    as_json: AsJson = False
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Explain each reward by grading again with the run's verifier")
+    ] = False
+    model: str | None = None
+    """Folder of the tokenizer, overrides the files' manifests."""
+    _decoders: dict[Path | None, Any] = field(default_factory=dict)
+
+    def decoder(self, library: Library, file: SamplesFile) -> Any:
+        """Return the decoder of a file's tokens, or None if it has none, which is logged once."""
+        folder = Path(self.model) if self.model else library.model_folder(file)
+        if folder not in self._decoders:
+            self._decoders[folder] = tokens.decoder(folder)
+            if self._decoders[folder] is None:
+                reason = f"the tokenizer of {folder} cannot be loaded" if folder else "no manifest names the model"
+                stdio.note(f"{file.path}: {reason}, so tokens are shown as numbers. Add --model DIR")
+        return self._decoders[folder]
+
+
 def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options `names` (separated by blanks, in the order of its help) as parameters for typer.
 
@@ -342,12 +377,12 @@ def _options_of(group: Any) -> dict[str, inspect.Parameter]:
     """Return the fields of a dataclass as parameters. A field that is annotated with a text has it as its help."""
     types = get_type_hints(group, include_extras=True)
     options = {}
-    for field in fields(group):
-        annotation = types[field.name]
+    for each in fields(group):
+        annotation = types[each.name]
         if isinstance(text := getattr(annotation, "__metadata__", (None,))[0], str):
             annotation = Annotated[annotation.__origin__, typer.Option(help=text)]
-        options[field.name] = inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation
+        options[each.name] = inspect.Parameter(
+            each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=annotation
         )
     return options
 

@@ -9,7 +9,6 @@ import typer
 
 from slimectl.cli.options import CLUSTER, SETTINGS, CommonOptions, needs_destination, print_preflight, with_options
 from slimectl.system import stdio
-from slimectl.types import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import codecs
 import errno
-import fcntl
 import io
 import locale
 import logging
@@ -26,8 +25,6 @@ from typing import IO, Any, TextIO
 from slimectl.errors import StorageError
 from slimectl.system.redaction import redact_text
 
-PRIVATE = 64
-"""Lowest number of private descriptors: programs habitually close or reuse those below."""
 STDOUT = "<stdout>"
 
 # One logger, not one for each module: a filter of a logger does not see the records of its children, and secrets are to
@@ -42,42 +39,30 @@ _input: IO[bytes] | None = None
 
 
 class _Output(io.FileIO):
-    """Stdout as bytes: the first failure is raised as an error of one line, later writes are discarded.
+    """Stdout or stderr as bytes. What follows the first failure of stdout is discarded, as is any failure of stderr.
 
     Python flushes remaining buffers when it exits: a stream that has failed must not fail again then.
     """
 
-    _failed = False
+    def __init__(self, number: int, *, messages: bool) -> None:
+        super().__init__(number, "w", closefd=False)
+        self._messages, self._failed = messages, False
 
     def write(self, data: Any) -> int | None:  # type: ignore[override]
-        if self._failed:
-            return len(memoryview(data))
+        size = len(memoryview(data))
         try:
-            if _frame and self.isatty():
-                size = len(memoryview(data))
-                super().write(ERASE + bytes(data) + _frame)
+            if self._failed:
                 return size
-            return super().write(data)
-        except BrokenPipeError:
-            self._failed = True
-            raise
-        except OSError as error:
-            self._failed = True
-            raise output_error(error) from error
-
-
-class _MessageOutput(io.FileIO):
-    """Stderr as bytes: messages that cannot be written are lost, without an error."""
-
-    def write(self, data: Any) -> int | None:  # type: ignore[override]
-        try:
-            if not _frame:
+            if not (_frame and self.isatty()):
                 return super().write(data)
-            size = len(memoryview(data))
             super().write(ERASE + bytes(data) + _frame)  # at once: neither a thread nor a child comes between
-            return size
-        except OSError:
-            return len(memoryview(data))
+        except OSError as error:
+            self._failed = not self._messages
+            if self._failed and isinstance(error, BrokenPipeError):
+                raise
+            if self._failed:
+                raise output_error(error) from error
+        return size
 
 
 ERASE = b"\x1b[J"
@@ -104,7 +89,7 @@ def draw_below(text: str) -> None:
 def writes_to_pipe() -> bool:
     """Return whether records go to a pipe, which is another command's stdin."""
     with suppress(OSError, ValueError):
-        return stat.S_ISFIFO(os.fstat((sys.stdout if _records is None else _records).fileno()).st_mode)
+        return stat.S_ISFIFO(os.fstat(_stream().fileno()).st_mode)
     return False
 
 
@@ -129,7 +114,7 @@ def protect() -> None:
             _redirect(number, os.open(os.devnull, flags))
     _protected = True
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout = _text(_Output(1, "w", closefd=False), line_buffering=os.isatty(1))
+    sys.stdout = _text(_Output(1, messages=False), line_buffering=os.isatty(1))
     sys.stderr = words_to(2)
     # For code that writes to the original streams, which are None if a descriptor was closed.
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc, assignment]
@@ -153,7 +138,7 @@ def _redirect(number: int, descriptor: int) -> None:
 
 def words_to(number: int) -> TextIO:
     """Return a line-buffered text stream for messages on a descriptor, which never raises."""
-    return _text(_MessageOutput(number, "w", closefd=False), line_buffering=True)
+    return _text(_Output(number, messages=True), line_buffering=True)
 
 
 def _text(raw: io.FileIO, *, line_buffering: bool) -> TextIO:
@@ -173,23 +158,16 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
     """Return the replacement of characters that an encoding lacks, and the position after them."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    text = error.object[error.start : error.end]
-    return "".join(LOOKALIKES.get(char) or _drawing(char) or _escape(char) for char in text), error.end
+    return "".join(map(_ascii, error.object[error.start : error.end])), error.end
 
 
-def _drawing(char: str) -> str:
-    """Return ASCII for corners, blocks and dots (box drawing, block elements, braille), or "" for other characters."""
-    return (
-        "+"
-        if "\u2500" <= char <= "\u257f"
-        else "*"
-        if "\u2580" <= char <= "\u259f" or "\u2800" < char <= "\u28ff"
-        else ""
-    )
-
-
-def _escape(char: str) -> str:
-    return char.encode("ascii", "backslashreplace").decode()
+def _ascii(char: str) -> str:
+    """Return ASCII for a sign, a corner (box drawing), a block or dots (braille), or else an escape."""
+    if "\u2500" <= char <= "\u257f":
+        return LOOKALIKES.get(char, "+")
+    if "\u2580" <= char <= "\u259f" or "\u2800" < char <= "\u28ff":
+        return "*"
+    return LOOKALIKES.get(char) or char.encode("ascii", "backslashreplace").decode()
 
 
 codecs.register_error(PLAIN, _plain)
@@ -214,18 +192,13 @@ def reserve_stdout() -> None:
     if not _protected or _records is not None:
         return
     sys.stdout.flush()
-    number = _private(1)
+    _records = io.BufferedWriter(_Output(os.dup(1), messages=False))
     os.dup2(2, 1)
-    _records = io.BufferedWriter(_Output(number, "w", closefd=False))
     sys.stdout = sys.__stdout__ = words_to(1)  # type: ignore[misc, assignment]
 
 
-def _private(number: int) -> int:
-    """Return a duplicate of a descriptor, at a high number, that child processes do not inherit."""
-    try:
-        return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, PRIVATE)
-    except OSError:  # the limit of open files is below PRIVATE
-        return os.dup(number)
+def _stream() -> TextIO | io.BufferedWriter:
+    return sys.stdout if _records is None else _records
 
 
 def output() -> Any:
@@ -244,13 +217,12 @@ def emit(text: str) -> None:
 
 def flush() -> None:
     """Flush stdout. Raises the errors of `emit`."""
-    stream = sys.stdout if _records is None else _records
-    stream.flush()
+    _stream().flush()
 
 
 def is_terminal() -> bool:
     """Return whether records would go to a terminal."""
-    return (sys.stdout if _records is None else _records).isatty()
+    return _stream().isatty()
 
 
 def input_bytes() -> Any:
@@ -259,10 +231,8 @@ def input_bytes() -> Any:
     if not _protected:
         return sys.stdin.buffer
     if _input is None:
-        _input = open(_private(0), "rb")  # noqa: SIM115  for the life of the process
-        empty = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(empty, 0)
-        os.close(empty)
+        _input = open(os.dup(0), "rb")  # noqa: SIM115  for the life of the process
+        _redirect(0, os.open(os.devnull, os.O_RDONLY))
     return _input
 
 

@@ -79,7 +79,7 @@ PLAIN = {
 @pytest.mark.parametrize("descending", [False, True])
 def test_groups_are_sorted_as_a_plain_sort_does(index: SampleIndex, records: list[dict], sort: str, descending: bool):
     values = {number: PLAIN[sort](lines) for number, lines in by_group(records).items()}
-    answer = queries.list_groups(index, sort=sort, descending=descending, limit=500)
+    answer = queries.list_groups(index, sort=sort, descending=descending, page=slice(500))
     numbers = [group["group"] for group in answer["groups"]]
     assert sorted(numbers) == sorted(values)
     ordered = [values[number] for number in numbers]
@@ -89,11 +89,11 @@ def test_groups_are_sorted_as_a_plain_sort_does(index: SampleIndex, records: lis
 
 
 def test_pages_of_groups_join_to_the_whole(index: SampleIndex):
-    whole = [group["group"] for group in queries.list_groups(index, sort="reward", limit=500)["groups"]]
+    whole = [group["group"] for group in queries.list_groups(index, sort="reward", page=slice(500))["groups"]]
     pages = [
         group["group"]
         for offset in range(0, 60, 7)
-        for group in queries.list_groups(index, sort="reward", offset=offset, limit=7)["groups"]
+        for group in queries.list_groups(index, sort="reward", page=slice(offset, offset + 7))["groups"]
     ]
     assert pages == whole
 
@@ -113,7 +113,7 @@ def test_pages_of_groups_join_to_the_whole(index: SampleIndex):
     ],
 )  # fmt: skip
 def test_filters_keep_the_groups_of_matching_samples(index: SampleIndex, records: list[dict], where, search, plain):
-    answer = queries.list_groups(index, where=where, search=search, limit=500)
+    answer = queries.list_groups(index, where=where, search=search, page=slice(500))
     matching = [line for line in records if plain(line)]
     assert matching
     assert answer["matches"] == len(matching)

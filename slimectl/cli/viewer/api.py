@@ -34,7 +34,6 @@ from slimectl.types import Sample
 
 INDEX_S = 0.5
 """Seconds that a question waits for an index to grow. The page asks again until the index is complete."""
-PAGE = 50
 MAX_UNTRAINED = 100
 """Maximum length of the list of samples that no step trained on."""
 MAX_BRANCHES = 200
@@ -140,8 +139,7 @@ class ViewApi:
             search=parameters.get("search", ""),
             sort=parameters.get("sort", "group"),
             descending=parameters.get("order") == "down",
-            offset=_integer(parameters, "offset", 0),
-            limit=_integer(parameters, "limit", PAGE),
+            page=_page(parameters),
         )
 
     def _group(self, parameters: Parameters) -> dict[str, Any]:
@@ -222,8 +220,7 @@ class ViewApi:
             self._index(parameters, "after"),
             threshold=_number(parameters, "threshold", 1.0),
             only=parameters.get("only", ""),
-            offset=_integer(parameters, "offset", 0),
-            limit=_integer(parameters, "limit", PAGE),
+            page=_page(parameters),
         )
 
 
@@ -295,6 +292,11 @@ def _text(parameters: Parameters, name: str) -> str:
     if name not in parameters:
         raise SettingsError(f"{name}: is missing")
     return parameters[name]
+
+
+def _page(parameters: Parameters) -> slice:
+    offset = _integer(parameters, "offset", 0)
+    return slice(offset, offset + _integer(parameters, "limit", queries.PAGE.stop))
 
 
 def _integer(parameters: Parameters, name: str, default: int | None = None) -> int:

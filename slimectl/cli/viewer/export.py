@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from slimectl.cli.viewer.api import PAGE, ViewApi, json_text
+from slimectl.cli.viewer.api import ViewApi, json_text
 from slimectl.cli.viewer.library import SamplesFile
 from slimectl.cli.viewer.server import PAGE_FILES
 from slimectl.data.atomic_replace import write_text
@@ -81,7 +81,7 @@ def _questions(api: ViewApi) -> Iterator[Question]:
     prompts: set[tuple[str, str]] = set()
     for first, last in pairwise((0, *GROUPS)):
         for file in files:
-            groups = api.answer("groups", {"file": file.id, "limit": str(PAGE)})["groups"][first:last]
+            groups = api.answer("groups", {"file": file.id})["groups"][first:last]
             for line in groups:
                 yield from _group(api, file, line)
                 prompt = file.run or "", str(line["hash"])

@@ -21,6 +21,8 @@ from slimectl.errors import SettingsError
 
 PREVIEW = 240
 """Maximum characters of a prompt or response in a list."""
+PAGE = slice(50)
+"""Rows of a list that are returned unless others are asked for."""
 MAX_GROUPS = 500
 MAX_GROUP_ROWS = 256
 """Maximum samples of a group in a list. The page of the group shows all."""
@@ -54,8 +56,7 @@ def list_groups(
     search: str = "",
     sort: str = "group",
     descending: bool = False,
-    offset: int = 0,
-    limit: int = 50,
+    page: slice = PAGE,
 ) -> dict[str, Any]:
     """Return a page of the groups with a matching sample, each with the values of all its samples.
 
@@ -77,13 +78,10 @@ def list_groups(
     ranking = np.argsort(keys, kind="stable")
     ranking = ranking[matched[ranking]]
     ends = np.append(starts[1:], len(order))
-    page = ranking[offset : offset + min(limit, MAX_GROUPS)]
-    matching = set(rows.tolist())
+    page_groups, matching = ranking[page][:MAX_GROUPS].tolist(), set(rows.tolist())
     return total | {
         "total": len(ranking),
-        "groups": [
-            _group_line(index, columns, order[starts[at] : ends[at]].tolist(), matching) for at in page.tolist()
-        ],
+        "groups": [_group_line(index, columns, order[starts[at] : ends[at]].tolist(), matching) for at in page_groups],
     }
 
 
@@ -248,8 +246,7 @@ def compare(
     only: str = "",
     where: str = "",
     sort: str = "",
-    offset: int = 0,
-    limit: int = 50,
+    page: slice = PAGE,
 ) -> dict[str, Any]:
     """Compare the mean reward of prompts that two files share, largest changes first.
 
@@ -288,7 +285,7 @@ def compare(
         "complete": before.complete and after.complete,
         "prompts": [
             _change(change, (before, means_before[change[0]][1]), (after, means_after[change[0]][1]))
-            for change in shown[offset : offset + limit]
+            for change in shown[page]
         ],
     }
 
