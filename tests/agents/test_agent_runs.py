@@ -113,9 +113,9 @@ def test_the_script_of_an_agent_is_an_input_of_its_output(tmp_path: Path, monkey
     settings, out, script = load_settings(values={"rollout.agent": "python agent.py"}), Path("out"), Path("agent.py")
     script.write_text("1")
     out.write_text("{}")
-    manifest = up_to_date("rollout", settings, [], "out", force=False)
-    assert manifest is not None
-    manifest.write(out, counts={"out": 2, "failed": 1})
+    output = up_to_date("rollout", settings, [], "out", force=False)
+    assert output is not None
+    output.manifest.write(out, counts={"out": 2, "failed": 1})
     assert up_to_date("rollout", settings, [], "out", force=False) is None
     script.write_text("2")
     assert up_to_date("rollout", settings, [], "out", force=False) is not None
