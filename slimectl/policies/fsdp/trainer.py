@@ -228,26 +228,21 @@ class FsdpTrainer:
 
     def _save(self, path: Path) -> None:
         updates = self._update_count()
+        moments, learned = self._moments(), iter(()) if self.adapters is None else self._trained_tensors()
         if self.rank == 0:
             carried = CarriedWeights(self.checkpoint.open(self.model_dir), self.carried_names)
             self.checkpoint.write(path, chain(self.weights(), carried))
-            write_float32(new_trainer_folder(path) / OPTIMIZER, self._moment_shapes(), self._moments())
+            write_float32(new_trainer_folder(path) / OPTIMIZER, self._moment_shapes(), moments)
             if self.adapters is not None:
-                write_adapter(
-                    path / FOLDER, self.adapters.options, self.base_dir, self._shapes(), self._trained_tensors()
-                )
+                write_adapter(path / FOLDER, self.adapters.options, self.base_dir, self._shapes(), learned)
             _, first = next(iter(self.checkpoint.read(path)))
             copy_companions(self.model_dir, path, first.dtype, carried)
             optimizer = dataclasses.asdict(self.options.optimizer)
             write_trainer(path, step=self.step, updates=updates, seed=self.options.seed, optimizer=optimizer)
         else:
-            for _ in self.weights():
+            # Collective: rank 0 gathers its tensors from the parts of all ranks.
+            for _ in chain(self.weights(), moments, learned):
                 pass
-            for _ in self._moments():
-                pass
-            if self.adapters is not None:
-                for _ in self._trained_tensors():
-                    pass
         if self.ranks > 1:
             dist.barrier()
 
@@ -383,3 +378,19 @@ class FsdpTrainer:
             gather = gathered if slot.index is ... else fused
             for moment, full in zip(MOMENTS, gather(slot.parameter), strict=True):
                 yield f"{moment}.{name}", full[slot.index]
+
+
+def check_training(model_dir: Path, options: TrainerOptions) -> None:
+    """Check the options of a trainer against the model of config.json.
+
+    Raises CheckpointError for a model that cannot be trained or an adapter that does not fit, and SettingsError for
+    modules, layers or parameters that the model does not have.
+    """
+    hf = empty_model(model_dir, options.recompute)
+    if options.rollout_routing_replay:
+        ExpertReplay(hf)
+    if options.lora is None:
+        names = [name for name, _ in hf.named_parameters()]
+        trainable_names(names, freeze=options.freeze, train_only=options.train_only)
+    else:
+        Adapters(hf, options.lora, seed=0)

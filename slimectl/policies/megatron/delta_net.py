@@ -47,18 +47,15 @@ class PackedDeltaNet(GatedDeltaNet):
         qkv, z, beta, alpha = projected.squeeze(1).split([2 * keys + values, values, heads, heads], dim=-1)
         kernel, decay_log, decay_bias = self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias
         if packed_seq_params.context == 1:
-            positions_T = packed_seq_params.positions_T
-            output_THV = self._over_sequences(
-                qkv, beta, alpha, kernel, decay_log, decay_bias, positions_T, packed_seq_params
-            )
+            output_THV = self._over_sequences(qkv, beta, alpha, kernel, decay_log, decay_bias, packed_seq_params)
         else:
-            widths, positions_S = [keys, keys, values], _row_positions(packed_seq_params)
+            widths = [keys, keys, values]
             *projections, beta, alpha = to_heads([*qkv.split(widths, dim=-1), beta, alpha], packed_seq_params)
             *kernels, decay_log, decay_bias = (
                 _own_block(weight, packed_seq_params) for weight in (*kernel.split(widths), decay_log, decay_bias)
             )
             output_SHV = self._over_sequences(
-                torch.cat(projections, dim=-1), beta, alpha, torch.cat(kernels), decay_log, decay_bias, positions_S,
+                torch.cat(projections, dim=-1), beta, alpha, torch.cat(kernels), decay_log, decay_bias,
                 packed_seq_params,
             )  # fmt: skip
             output_THV = to_tokens(output_SHV, packed_seq_params)
@@ -74,7 +71,6 @@ class PackedDeltaNet(GatedDeltaNet):
         kernel: Tensor,
         decay_log: Tensor,
         decay_bias: Tensor,
-        positions_T: Tensor,
         packed: PackedSequences,
     ) -> Tensor:
         """Compute heads over whole sequences: convolution, norms and delta rule. Returns [T, H, V], float32.
@@ -82,6 +78,7 @@ class PackedDeltaNet(GatedDeltaNet):
         `qkv` has the projections of these heads [T, W], `beta` and `alpha` are per head [T, H]. `kernel` belongs to the
         convolution [W, S]. `decay_log` and `decay_bias` are the logarithm of the decay and its bias [H].
         """
+        positions_T = packed.positions_T if packed.context == 1 else _row_positions(packed)
         convolved = _causal_convolution(qkv, kernel, positions_T)
         keys, values = (size * beta.shape[-1] // self.num_value_heads for size in (self.qk_dim, self.v_dim))
         query, key, value = F.silu(convolved).split([keys, keys, values], dim=-1)

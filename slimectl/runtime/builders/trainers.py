@@ -82,7 +82,7 @@ class FsdpBackend(PolicyBackend):
     streams_adapters = True
 
     def check_training(self, settings: Settings, folder: Path, options: TrainerOptions) -> None:
-        from slimectl.policies.fsdp.preflight import check_training
+        from slimectl.policies.fsdp.trainer import check_training
 
         check_training(folder, options)
 
