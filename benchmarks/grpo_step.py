@@ -108,7 +108,7 @@ def slimectl_side(given: dict[str, Any], turns: Turns) -> None:
     prompts, executor = builders.prompts(settings, [given["prompts"]]), builders.executor(settings)
     source = PromptSource(prompts, builders.generator(settings, engine, tokenizer))
     make_rounds = partial(sampled_rounds, source, builders.reward(settings), settings, executor=executor)
-    rounds, sync = streamed(make_rounds, executor, settings.run), builders.in_process(policy, engine)
+    rounds, sync = streamed(make_rounds, executor, settings.run), builders.InProcessSync(policy, engine)
     reports = run(rounds, Models(policy), sync, settings)
     for _ in range(given["steps"]):
         turns.wait()
@@ -311,7 +311,7 @@ def accuracy(case: Case, model: Path) -> float:
     from slimectl.stages.evaluate import HeldOutDataset
 
     settings, tokenizer = _settings(case), builders.tokenizer(model)
-    engine, executor = builders.engine(settings, model, tokenizer), builders.graders()
+    engine, executor = builders.engine(settings, model, tokenizer), builders.LocalExecutor()
     prompts = builders.prompts(settings, [case.held_out], shuffle=False)
     generator, metrics = builders.generator(settings, engine, tokenizer), dict[str, float]()
     dataset = HeldOutDataset("held_out", settings, builders.reward(settings))

@@ -185,7 +185,7 @@ def held_out_accuracy(task: BenchmarkTask, settings: Settings, model: Path, step
     generator = builders.generator(settings, builders.engine(settings, model, tokenizer), tokenizer)
     prompts = builders.prompts(dataset.settings, [settings.eval.sources[dataset.name]], shuffle=False)
     metrics: dict[str, float] = {}
-    list(dataset.evaluate(prompts, generator, metrics, executor=builders.graders(), rollout_id=step))
+    list(dataset.evaluate(prompts, generator, metrics, executor=builders.LocalExecutor(), rollout_id=step))
     return metrics[task.metric]
 
 

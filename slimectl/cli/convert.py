@@ -48,7 +48,7 @@ def convert(
     from slimectl.cli.progress import ProgressBar
 
     with ProgressBar("tensors") as progress:
-        summary = builders.convert(source, target, options, force=common.force, progress=progress)
+        summary = builders.convert_checkpoint(source, target, options, force=common.force, progress=progress)
     stdio.note(f"{target}: " + ", ".join(f"{name} {value}" for name, value in summary.items()))
     if not builders.has_tokenizer(target):
         stdio.note(f"{target}: no tokenizer. Before you use it as a model, {builders.TOKENIZER_REMEDY}")

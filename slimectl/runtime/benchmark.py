@@ -185,7 +185,7 @@ def model_values(
     builders.source_of(source)
     if convert and not (target / MANIFEST).exists():
         stdio.note(f"converting {source} to {target}")
-        builders.convert(source, target)
+        builders.convert_checkpoint(source, target)
     return {"model.path": str(target)}
 
 

@@ -80,7 +80,7 @@ def check_sources(settings: Settings, sources: Sequence[list[str]], *, samples: 
     """
     if settings.model.path is not None:
         builders.source_of(settings.model.path)
-    builders.check_executor(settings)
+    builders.executor_backend(settings).check(settings)
     builders.check_policy(settings)
     if samples:
         builders.check_engine(settings)
@@ -109,7 +109,7 @@ def prepare_model(settings: Settings, folder: RunDir) -> Path:
     if not (target / MANIFEST).exists():
         if path is not None:
             logger.info(f"converting {path}")
-            builders.convert(path, target)
+            builders.convert_checkpoint(path, target)
         else:
             new_model = partial(builders.create_model, str(card), seed=settings.run.seed)
             write_folder(target, new_model, names=CHECKPOINT_FILES)

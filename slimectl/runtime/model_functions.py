@@ -221,7 +221,7 @@ def convert(
     block, group, config, card, verify and logits.
     """
     chosen = ConvertOptions(to, dtype, quantize, **options)
-    return builders.convert(str(source), Path(target), chosen, force=force)
+    return builders.convert_checkpoint(str(source), Path(target), chosen, force=force)
 
 
 class ChatModel(Sampler):

@@ -230,7 +230,7 @@ def _engine(settings: Settings) -> str:
 
 
 def _executor(settings: Settings) -> str:
-    builders.check_executor(settings)
+    builders.executor_backend(settings).check(settings)
     return settings.cluster.executor
 
 

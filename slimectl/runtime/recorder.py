@@ -157,7 +157,8 @@ class RunRecorder:
             self.keep_round(staged, samples)
             write_text(staged / "state.json", json.dumps(saved_state) + "\n")
 
-        builders.flush_trackers(self.trackers)
+        for tracker in self.trackers:
+            builders.flush(tracker)
         timer = RoundTimer(log_memory=self.settings.track.log_memory)
         with timer.time("perf/save_model_time", of=policy):
             self.folder.save(state.rollout_id, fill)

@@ -47,7 +47,7 @@ class RolloutWorker:
         self.generator = builders.generator(settings, self.engine, self.tokenizer)
         self.source = builders.data_source(settings)
         self._datasets: dict[str, HeldOutDataset] = {}
-        self.graders = builders.graders()
+        self.graders = builders.LocalExecutor()
         self.progress: Progress = NO_PROGRESS
         """Receives the progress of a round. Not used in a separate process or thread."""
 
@@ -163,7 +163,7 @@ class RolloutService:
         if self._workers is None:
             # A sampler in another process is a proxy that forwards the weights.
             receiver = self.sampler.engine if isinstance(self.sampler, RolloutWorker) else self.sampler
-            return builders.synchronizer(builders.in_process(policy, receiver), policy)
+            return builders.WeightSynchronizer(builders.InProcessSync(policy, receiver), policy)
         transport = builders.to_servers(self._settings, policy, self._workers, model=self._model, folder=self._folder)
         if self._pool is not None:
             # A restarted server gets the weights of the other servers, or newer ones, before any request.
@@ -171,7 +171,7 @@ class RolloutService:
             self._pool.announce, self._pool.failed = self._announce, self.sampler.fail
             if isinstance(self.sampler, RolloutWorker):  # in this process: it can report a failed server at once
                 self.sampler.engine.troubled = self._pool.look
-        return builders.synchronizer(transport, policy, pool=self._pool)
+        return builders.WeightSynchronizer(transport, policy, pool=self._pool)
 
     def _announce(self, addresses: Sequence[str], workers: Sequence[str]) -> None:
         assert self._workers is not None

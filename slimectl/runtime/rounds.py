@@ -254,7 +254,7 @@ class RecordedRounds:
         executor: Executor,
     ) -> MakeRounds:
         """Return a function that streams the rounds after `state` in this process."""
-        return streamed(partial(self._rounds, models.folder, state), builders.graders(), self.settings.run)
+        return streamed(partial(self._rounds, models.folder, state), builders.LocalExecutor(), self.settings.run)
 
     def _rounds(self, model: Path, state: SamplerState) -> Iterator[RolloutBatch]:
         """Yield the rounds after `state`."""

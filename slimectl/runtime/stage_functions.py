@@ -165,7 +165,7 @@ class Evaluation:
 
     def samples(self, sampler: Sampler) -> Iterator[Sample]:
         """Yield the graded samples of every dataset, then log the metrics to the trackers."""
-        with closing(builders.graders()) as graders:
+        with closing(builders.LocalExecutor()) as graders:
             for name, (dataset, questions) in self._datasets.items():
                 if getattr(sampler.engine, "addresses", None):
                     dataset = builders.dataset(

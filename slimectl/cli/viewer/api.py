@@ -25,7 +25,7 @@ from slimectl.data.prompt_images import record_images
 from slimectl.data.records import sample_from_json
 from slimectl.data.sample_index import SampleIndex
 from slimectl.errors import SettingsError, SlimectlError
-from slimectl.runtime.builders.trackers import roll_metrics
+from slimectl.runtime import builders
 from slimectl.settings import Settings
 from slimectl.settings.layers import from_file
 from slimectl.settings.loading import resolve
@@ -114,7 +114,7 @@ class ViewApi:
             prompts = int(run.settings.get("run.rollout_batch_size", 1))
             for line in (*answer["metrics"], *answer["perf"]):
                 clocks = {name: value for name, value in line["metrics"].items() if name in CLOCKS}
-                line["metrics"] = roll_metrics(line["metrics"], prompts_per_round=prompts) | clocks
+                line["metrics"] = builders.roll_named(line["metrics"], prompts_per_round=prompts) | clocks
         return answer
 
     def _histograms(self, parameters: Parameters) -> dict[str, Any]:

@@ -319,7 +319,7 @@ class EngineModel:
         return F.rms_norm(stream_NE, weight_E.shape, weight_E, self._eps)
 
 
-def families() -> tuple[str, ...]:
+def embedded_families() -> tuple[str, ...]:
     """Return the model types that the engine runs."""
     supported = (family for family in FAMILIES.values() if not family.beyond_llama)
     types = (name for family in supported for name in (family.model_types if family.tower is None else (family.name,)))
@@ -329,11 +329,11 @@ def families() -> tuple[str, ...]:
 def _checked_family(model_type: str, config: Any) -> Family:
     """Return the family. Raises CheckpointError for a model that the engine does not compute."""
     family = known_family(model_type)
-    if family is None or model_type not in families():
+    if family is None or model_type not in embedded_families():
         reason = "" if family is None or not family.beyond_llama else f" ({', '.join(family.beyond_llama)})"
         raise CheckpointError(
             f"config.json: the embedded engine does not support model_type {model_type!r}{reason}. "
-            f"Supported: {', '.join(families())}"
+            f"Supported: {', '.join(embedded_families())}"
         )
     if config.hidden_act != "silu":
         raise CheckpointError(

@@ -17,7 +17,6 @@ from slimectl.runtime.builders.models import device
 from slimectl.settings import Settings
 
 if TYPE_CHECKING:
-    from slimectl.executors.local import LocalExecutor
     from slimectl.protocols import Executor
 
 
@@ -94,21 +93,9 @@ def executor_backend(settings: Settings) -> ExecutorBackend:
     return backend(EXECUTORS, settings.cluster.executor, ExecutorBackend)
 
 
-def check_executor(settings: Settings) -> None:
-    """Check the executor before anything is built. Raises MissingExtraError, SettingsError or BackendError."""
-    executor_backend(settings).check(settings)
-
-
 def executor(settings: Settings, *, logs: Path | None = None, trains: bool = True) -> Executor:
     """Build the executor that cluster.executor names. Output of ranks and actors goes to files in `logs`.
 
     Without `trains`, no GPUs are reserved for ranks.
     """
     return executor_backend(settings).build(settings, logs=logs, trains=trains)
-
-
-def graders() -> LocalExecutor:
-    """Build the executor of the processes of this machine that grade samples."""
-    from slimectl.executors.local import LocalExecutor
-
-    return LocalExecutor()

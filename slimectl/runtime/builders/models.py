@@ -11,16 +11,11 @@ from slimectl.architectures import cards
 from slimectl.architectures.config import raw_config
 from slimectl.architectures.config_checks import check_config
 from slimectl.architectures.image_tokens import MODEL_TYPES
-from slimectl.chats.tokenizer import TOKENIZER_REMEDY as TOKENIZER_REMEDY
-from slimectl.chats.tokenizer import has_tokenizer as has_tokenizer
 from slimectl.chats.tokenizer import load_tokenizer
-from slimectl.chats.tokenizer import token_decoder as token_decoder
-from slimectl.data.convert_options import ConvertOptions
 from slimectl.data.hugging_face import hub_name, or_fetch, snapshot
 from slimectl.data.manifest import check_integrity
 from slimectl.data.template_check import check_template
 from slimectl.errors import CheckpointError, SettingsError, SlimectlError, missing_library
-from slimectl.protocols import NO_PROGRESS, Progress
 from slimectl.settings import Settings
 from slimectl.settings.engine import EngineSettings, ModelSettings
 from slimectl.settings.rollout import RolloutSettings
@@ -185,13 +180,6 @@ def create_model(card: str, into: Path, *, seed: int) -> None:
     )
 
 
-def embedded_families() -> tuple[str, ...]:
-    """Return the model types that the embedded engine runs."""
-    from slimectl.engines.embedded.model import families
-
-    return families()
-
-
 def create_tiny_model(config: dict[str, Any], into: Path, *, seed: int, tokenizer: Path | None) -> None:
     """Create a model with random weights, and the given folder's tokenizer or one with a token per byte."""
     from slimectl.checkpoints.create import create_model
@@ -204,20 +192,6 @@ def create_tiny_model(config: dict[str, Any], into: Path, *, seed: int, tokenize
             file.unlink()
         copy_companions(tokenizer, into)
         (into / "config.json").write_bytes(config_bytes)
-
-
-def convert(
-    source: str,
-    target: Path,
-    options: ConvertOptions = ConvertOptions(),
-    *,
-    force: bool = False,
-    progress: Progress = NO_PROGRESS,
-) -> dict[str, Any]:
-    """Convert any readable model source to a model directory at `target`."""
-    from slimectl.checkpoints.conversion import convert_checkpoint
-
-    return convert_checkpoint(source, target, options, force=force, progress=progress)
 
 
 def device(requested: str) -> str:

@@ -20,7 +20,7 @@ from slimectl.errors import SettingsError
 from slimectl.runtime.builders.engines import EngineBackend, engine, engine_backend, engine_reads, keys
 from slimectl.runtime.builders.executors import executor as executor_of
 from slimectl.runtime.builders.executors import executor_backend
-from slimectl.runtime.builders.models import convert, device, served_model
+from slimectl.runtime.builders.models import device, served_model
 from slimectl.runtime.builders.weight_sync import adapter_obstacle, keyed, pushed_precision, urls
 from slimectl.settings import Settings
 from slimectl.settings.engine import EngineSettings
@@ -294,9 +294,11 @@ def start_engines(settings: Settings, model: Path, tokenizer: Any) -> Iterator[E
 
 def _converted(settings: Settings, model: Path, folder: str) -> Path:
     """Convert a torch_dist model into a temporary folder. Raises SettingsError if engines run on other machines."""
+    from slimectl.checkpoints.conversion import convert_checkpoint
+
     command, name = f"slimectl convert {model} DIR --to hf", settings.engine.backend
     if executor_backend(settings).spans_machines(settings):
         raise SettingsError(f"{model}: {name} cannot read torch_dist. Convert it: {command}")
     logger.info(f"converting {model}, because {name} cannot read torch_dist. To convert it only once: {command}")
-    convert(str(model), Path(folder) / "model")
+    convert_checkpoint(model, Path(folder) / "model")
     return Path(folder) / "model"

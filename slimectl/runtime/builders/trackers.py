@@ -23,7 +23,7 @@ from slimectl.settings.placeholders import filled
 from slimectl.settings.run import KEY_VARIABLES
 from slimectl.settings.secret import reveal
 from slimectl.system.redaction import redact, without_secrets
-from slimectl.types import Metrics, Sample, StepReport, TableRow
+from slimectl.types import Sample, StepReport, TableRow
 
 if TYPE_CHECKING:
     from slimectl.protocols import Tracker
@@ -31,13 +31,6 @@ if TYPE_CHECKING:
 
 ID_LENGTH = 8
 SUFFIX_LENGTH = 6
-
-
-def roll_metrics(metrics: Metrics, *, prompts_per_round: int) -> Metrics:
-    """Return the metrics that ROLL also has, under ROLL's names."""
-    from slimectl.trackers.roll_names import roll_named
-
-    return roll_named(metrics, prompts_per_round=prompts_per_round)
 
 
 def check_trackers(settings: Settings) -> None:
@@ -190,14 +183,6 @@ def tracked_run(settings: Settings, folder: Path) -> TrackedRun:
         log_dir=Path(log_dir) if log_dir else None,
         one_axis=settings.track.always_use_train_step,
     )
-
-
-def flush_trackers(trackers: Sequence[Tracker]) -> None:
-    """Flush the buffers of the trackers' libraries, so that nothing from before a checkpoint can be lost."""
-    from slimectl.trackers.base import flush
-
-    for tracker in trackers:
-        flush(tracker)
 
 
 def sample_table(

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.hooks import FlatSettings, hook
-from slimectl.protocols import Policy, WeightReceiver, WeightSync, WeightUpdateClient
+from slimectl.protocols import Policy, WeightUpdateClient
 from slimectl.runtime.builders.engines import engine_backend
 from slimectl.runtime.builders.models import device, served_model
 from slimectl.runtime.builders.trainers import policy_backend
@@ -21,8 +21,7 @@ from slimectl.system import shared_memory
 
 if TYPE_CHECKING:
     from slimectl.engines.http.weight_client import HttpWorkers
-    from slimectl.engines.supervisor.server_pool import ServerPool
-    from slimectl.engines.weight_sync.base import Precision, WeightSyncBase, WeightSynchronizer
+    from slimectl.engines.weight_sync.base import Precision, WeightSyncBase
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -66,13 +65,6 @@ def keyed(settings: Settings) -> Settings:
 def workers(settings: Settings, urls: Sequence[str]) -> HttpWorkers:
     """Build the engines' side of a push."""
     return engine_backend(settings).workers(settings, urls)
-
-
-def in_process(policy: Policy, receiver: WeightReceiver) -> WeightSync:
-    """Build the transport to one engine in this process."""
-    from slimectl.engines.weight_sync.base import InProcessSync
-
-    return InProcessSync(policy, receiver)
 
 
 def to_servers(
@@ -175,13 +167,6 @@ def pushed_precision(settings: Settings, folder: Path) -> Precision:
     if dtype == torch.float32:
         raise SettingsError("engine.dtype: float32, but fp8 servers compute in bfloat16. Add engine.dtype = bfloat16.")
     return QuantizedStream(HFWeights(folder).forms(), scheme, dtype)
-
-
-def synchronizer(sync: WeightSync, policy: Policy, *, pool: ServerPool | None = None) -> WeightSynchronizer:
-    """Build the synchronizer of a run. It pushes with `sync`, and again if servers of `pool` were restarted."""
-    from slimectl.engines.weight_sync.base import WeightSynchronizer
-
-    return WeightSynchronizer(sync, policy, pool=pool)
 
 
 def _post_write_hook(settings: Settings) -> Callable[[Path, WeightUpdateClient], None] | None:

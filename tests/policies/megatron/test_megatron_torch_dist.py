@@ -23,7 +23,7 @@ from slimectl.errors import CheckpointError, SettingsError
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.options import TrainerOptions
-from slimectl.runtime.builders import check_policy, convert
+from slimectl.runtime.builders import check_policy, convert_checkpoint
 from slimectl.runtime.builders.models import version_of
 from slimectl.settings import Settings
 
@@ -108,7 +108,7 @@ def test_what_it_holds_is_a_model_for_every_trainer_and_for_convert(
     trained: tuple[Path, Any], four_layers: ModelDir, tmp_path: Path
 ):
     saved, policy = trained
-    convert(str(saved), tmp_path / "hf")
+    convert_checkpoint(str(saved), tmp_path / "hf")
     reference = megatron(four_layers("tied"), trains=False)
     reference.load(saved)
     assert (reference.weight_version, version_of(saved)) == ("1", "1")

@@ -18,7 +18,7 @@ from slimectl.architectures.parallel import ParallelLayout
 from slimectl.checkpoints.create import create_model
 from slimectl.data.convert_options import ConvertOptions
 from slimectl.policies.lora import LoraOptions
-from slimectl.runtime.builders import convert
+from slimectl.runtime.builders import convert_checkpoint
 
 WIDTH, LAYER = 32, "model.layers.2."
 SHAPE: dict[str, Any] = {
@@ -104,7 +104,7 @@ def test_megatron_saves_them_in_either_format(family: str, published: Callable[[
         (tmp_path / save_format).mkdir()
         policy.save(tmp_path / save_format)
     assert_carried(tmp_path / "hf", published(family))
-    convert(tmp_path / "torch_dist", tmp_path / "converted", ConvertOptions(logits=0))
+    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "converted", ConvertOptions(logits=0))
     assert_carried(tmp_path / "converted", published(family))
     # Either trainer starts from the torch_dist folder, and carries them on.
     (tmp_path / "again").mkdir()
@@ -127,7 +127,7 @@ def test_two_ranks_share_them(two: Ranks, published: Callable[[str], Path], tmp_
     trained(two)
     (tmp_path / "torch_dist").mkdir()
     two.save(tmp_path / "torch_dist")
-    convert(tmp_path / "torch_dist", tmp_path / "converted", ConvertOptions(logits=0))
+    convert_checkpoint(tmp_path / "torch_dist", tmp_path / "converted", ConvertOptions(logits=0))
     assert_carried(tmp_path / "converted", published("deepseek_v3"))
 
 
