@@ -261,10 +261,20 @@ def reward(settings: Settings, function: Callable[..., Any] | None = None) -> Gr
 
 def agent(settings: Settings) -> Agent | None:
     """Return the agent from rollout.env, rollout.agent or the user's function, or None without one."""
-    if settings.rollout.env:
-        return environment_agent(settings.rollout, gives_reward=not settings.names_verifier)
-    if settings.rollout.agent:
-        return command_agent(settings.rollout, gives_reward=not settings.names_verifier)
+    rollout, limits = settings.rollout, ("timeout_s", "max_turns", "retries", "concurrency")
+    # The agent's own reward is used if no verifier is set.
+    options: dict[str, Any] = {"gives_reward": not settings.names_verifier, "template_kwargs": rollout.template_kwargs}
+    if rollout.env:
+        from slimectl.agents.environments.agent import EnvironmentAgent, EnvironmentOptions
+        from slimectl.stages.generation import single_turn
+
+        options |= {name: getattr(rollout, f"env_{name}") for name in (*limits, "turn_tokens")}
+        return EnvironmentAgent(EnvironmentOptions(environment(rollout), **options), single_turn)
+    if rollout.agent:
+        from slimectl.agents.command import CommandAgent, CommandOptions
+
+        options |= {name: getattr(rollout, f"agent_{name}") for name in (*limits, "model")}
+        return CommandAgent(CommandOptions(rollout.agent, **options))
     user_fn, args = hook(settings, "rollout.custom_generate_function_path"), FlatSettings(settings)
     if user_fn is None:
         return None
@@ -272,42 +282,6 @@ def agent(settings: Settings) -> Agent | None:
     from slimectl.hooks.rollout import as_agent
 
     return as_agent(user_fn, args)
-
-
-def command_agent(rollout: RolloutSettings, *, gives_reward: bool) -> Agent:
-    """Return the program of rollout.agent as an agent. Its own reward is used if no verifier is set."""
-    from slimectl.agents.command import CommandAgent, CommandOptions
-
-    return CommandAgent(
-        CommandOptions(
-            command=rollout.agent or "",
-            timeout_s=rollout.agent_timeout_s,
-            max_turns=rollout.agent_max_turns,
-            retries=rollout.agent_retries,
-            concurrency=rollout.agent_concurrency,
-            model=rollout.agent_model,
-            gives_reward=gives_reward,
-            template_kwargs=rollout.template_kwargs,
-        )
-    )
-
-
-def environment_agent(rollout: RolloutSettings, *, gives_reward: bool) -> Agent:
-    """Return the agent that plays episodes of rollout.env. Its own reward is used if no verifier is set."""
-    from slimectl.agents.environments.agent import EnvironmentAgent, EnvironmentOptions
-    from slimectl.stages.generation import single_turn
-
-    options = EnvironmentOptions(
-        specification=environment(rollout),
-        timeout_s=rollout.env_timeout_s,
-        max_turns=rollout.env_max_turns,
-        turn_tokens=rollout.env_turn_tokens,
-        retries=rollout.env_retries,
-        concurrency=rollout.env_concurrency,
-        gives_reward=gives_reward,
-        template_kwargs=rollout.template_kwargs,
-    )
-    return EnvironmentAgent(options, single_turn)
 
 
 def hook_settings(settings: Settings, engine: Any, folder: Path | None = None) -> Settings:

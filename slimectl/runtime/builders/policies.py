@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +16,6 @@ from slimectl.protocols import NO_PROGRESS, Progress
 from slimectl.runtime.builders.models import device, is_gguf, model_folder
 from slimectl.runtime.builders.trainers import Role, policy_backend
 from slimectl.settings import Settings
-from slimectl.settings.cluster import ClusterSettings
 from slimectl.settings.train import TrainSettings
 from slimectl.system.stdio import logger
 
@@ -42,21 +40,13 @@ def policy(
 
     `executor` places the ranks. Without one, they run on this machine.
     """
-    return _locked_policy(settings, partial(_build, settings, folder, "policy", total_steps, lr), executor)
+    trainer: Policy = _over_ranks(settings, folder, "policy", total_steps, lr, executor)
+    return trainer
 
 
 def frozen(settings: Settings, folder: Path, role: Role = "reference", *, executor: Executor | None = None) -> Policy:
     """Build a frozen model that only computes log-probabilities."""
-    return _locked_policy(settings, partial(_build, settings, folder, role, None, 0.0), executor)
-
-
-def _locked_policy(settings: Settings, build: Callable[[], Policy], executor: Executor | None) -> Policy:
-    """Call `build` in this process or on every rank. Threads of restarted servers also read the policy."""
-    trainer: Policy = _build_over_ranks(settings.cluster, build, executor)
-    if settings.uses_servers and not _has_ranks(settings.cluster):
-        from slimectl.policies.rank_group import LockedPolicy
-
-        return LockedPolicy(trainer)
+    trainer: Policy = _over_ranks(settings, folder, role, None, 0.0, executor)
     return trainer
 
 
@@ -82,24 +72,21 @@ def critic(
         start = model_folder(options.load, setting="algorithm.critic_load") if options.load else start
     elif settings.algorithm.trained_output != "values":
         return None
-    trainer: Critic = _build_over_ranks(
-        settings.cluster, partial(_build, settings, start, "critic", total_steps, lr), executor
-    )
+    trainer: Critic = _over_ranks(settings, start, "critic", total_steps, lr, executor)
     return trainer
 
 
-def _has_ranks(cluster: ClusterSettings) -> bool:
-    return cluster.ranks > 1 or cluster.executor != "local"
-
-
-def _build_over_ranks(cluster: ClusterSettings, build: Callable[[], Any], executor: Executor | None) -> Any:
-    """Call `build` in this process, or on every rank."""
-    if not _has_ranks(cluster):
-        return build()
+def _over_ranks(
+    settings: Settings, folder: Path, role: Role, total_steps: int | None, lr: float | None, executor: Executor | None
+) -> Any:
+    """Build the model in this process, or on every rank. Threads of restarted servers also read a local policy."""
     from slimectl.executors.local import LocalExecutor
-    from slimectl.policies.rank_group import DistributedPolicy
+    from slimectl.policies.rank_group import DistributedPolicy, LockedPolicy
 
-    return DistributedPolicy(executor or LocalExecutor(), build, ranks=cluster.ranks)
+    cluster, build = settings.cluster, partial(_build, settings, folder, role, total_steps, lr)
+    if cluster.ranks > 1 or cluster.executor != "local":
+        return DistributedPolicy(executor or LocalExecutor(), build, ranks=cluster.ranks)
+    return LockedPolicy(build()) if settings.uses_servers and role != "critic" else build()
 
 
 def check_policy(settings: Settings) -> None:
