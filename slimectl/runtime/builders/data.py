@@ -81,15 +81,6 @@ def shard_prompts(settings: Settings, *, epochs: int) -> Iterator[Prompt]:
     return (replace(prompt, index=prompt.index + first) for prompt in prompts(settings, sources, epochs=epochs))
 
 
-def _refuse_images(prompt: Prompt) -> None:
-    """Raise RecordError if a prompt for a server has images."""
-    if prompt.images:
-        raise RecordError(
-            f"{prompt.source_location}: images: engine servers do not read images. Use one embedded engine "
-            f'(engine.backend = "embedded", engine.num_engines = 1, cluster.executor = "local"), or drop the row.'
-        )
-
-
 def check_images(settings: Settings, sources: Iterable[str], *, servers: bool) -> None:
     """Raise RecordError if `servers` would sample a prompt with images. Called before any server is started.
 
@@ -101,7 +92,12 @@ def check_images(settings: Settings, sources: Iterable[str], *, servers: bool) -
         for source in sources:
             rows = () if is_pipe(source) else prompts(settings, [source], shuffle=False)
             for prompt in islice(rows, ROWS_WITH_IMAGES):
-                _refuse_images(prompt)
+                if prompt.images:
+                    raise RecordError(
+                        f"{prompt.source_location}: images: engine servers do not read images. Use one embedded engine "
+                        f'(engine.backend = "embedded", engine.num_engines = 1, cluster.executor = "local"), or drop '
+                        "the row."
+                    )
 
 
 class EnvironmentTables:

@@ -187,11 +187,6 @@ def engine_backend(settings: Settings) -> EngineBackend:
     return backend(ENGINES, settings.engine.backend, EngineBackend)
 
 
-def server_api(name: str) -> ServerApi:
-    """Return the dialect of the servers of an engine."""
-    return backend(ENGINES, name, EngineBackend).api()
-
-
 def engine(settings: Settings, folder: Path, tokenizer: Any, *, load: bool = True) -> Any:
     """Build this process's engine for a model directory. Without `load`, the first push sets its weights."""
     return engine_backend(settings).engine(settings, folder, tokenizer, load=load)

@@ -11,7 +11,9 @@ from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST, remove_made
 from slimectl.data.run_dir import write_folder
 from slimectl.errors import SettingsError
 from slimectl.hooks import TRAINING_HOOKS, check_hooks
-from slimectl.runtime.builders.engines import server_api
+from slimectl.plugins.registry import ENGINES
+from slimectl.runtime.builders.backends import backend
+from slimectl.runtime.builders.engines import EngineBackend
 from slimectl.runtime.builders.models import model_folder, tokenizer
 from slimectl.runtime.builders.policies import critic, frozen, policy, total_steps
 from slimectl.settings import Settings
@@ -46,7 +48,7 @@ def teacher(settings: Settings, start: Path, *, executor: Executor | None = None
 
         limit = settings.engine.request_timeout_s
         urls = reveal(list(options.urls), setting="algorithm.opd_teacher_url")
-        api = server_api(options.api)
+        api = backend(ENGINES, options.api, EngineBackend).api()
         remote_model = RemoteLogProbModel(urls, api=api, setting="algorithm.opd_teacher_url", timeout_s=limit)
         remote_model.check_vocabulary(tokenizer(start), of=start)
         return remote_model

@@ -90,11 +90,17 @@ def _over_ranks(
 
 
 def check_policy(settings: Settings) -> None:
-    """Check that the trainer is installed and supports the model, before anything is built.
+    """Check the models of the algorithm, the functions of [train] and the trainer, before anything is built.
 
     Raises MissingExtraError, SettingsError, BackendError or CheckpointError.
     """
-    _check_models(settings)
+    check_hooks(settings, *TRAINING_HOOKS)
+    options = settings.algorithm.model_dump()
+    if options.get("opd_kl_coef") and not options["opd_teacher_url"]:
+        model_folder(options["opd_teacher_load"], setting="algorithm.opd_teacher_load")
+    for key in ("ref_load", "critic_load"):
+        if options.get(key):
+            model_folder(options[key], setting=f"algorithm.{key}")
     policy_backend(settings.train).check(settings)
 
 
@@ -121,17 +127,6 @@ def check_training(settings: Settings) -> None:
         lr = settings.train.lr if steps is None else None  # the end of a schedule may follow from a file of samples
         options = _options(settings, folder, "policy", steps, lr)
         policy_backend(settings.train).check_training(settings, folder, options)
-
-
-def _check_models(settings: Settings) -> None:
-    """Check that the models of the algorithm and the functions of [train] exist."""
-    check_hooks(settings, *TRAINING_HOOKS)
-    options = settings.algorithm.model_dump()
-    if options.get("opd_kl_coef") and not options["opd_teacher_url"]:
-        model_folder(options["opd_teacher_load"], setting="algorithm.opd_teacher_load")
-    for key in ("ref_load", "critic_load"):
-        if options.get(key):
-            model_folder(options[key], setting=f"algorithm.{key}")
 
 
 def _build(
