@@ -158,7 +158,7 @@ def test_the_library_prints_nothing_to_stderr_itself():
     import slimectl
 
     package = Path(slimectl.__file__).parent
-    apart = {"stdio.py", "sandbox/program.py", "sandbox/torch_file.py", "trackers/stdout.py"}
+    apart = {"system/stdio.py", "sandbox/program.py", "migrate/torch_file.py", "trackers/stdout.py"}
     names = {str(path.relative_to(package)): path for path in sorted(package.rglob("*.py"))}
     library = {name for name in names if not name.startswith("cli/") and "/bootstrap/" not in name} - apart
     prints = [
