@@ -27,7 +27,7 @@ from slimectl.runtime.recorder import load_state
 from slimectl.settings import Settings
 from slimectl.stages.advantages import Models
 from slimectl.stages.generation import GroupGenerator, sampling_params
-from slimectl.stages.prompt_groups import PromptSource, UserDataSource
+from slimectl.stages.prompt_groups import PromptSource, UserDataSource, source_length
 from slimectl.stages.rollout import demonstrations, rollout
 from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.train import TrainState
@@ -91,8 +91,10 @@ class Sampler(_Closing):
         prompts = of_type(prompts, Prompt, "create it with slimectl.Prompt(…), or read a file with slimectl.prompts")
         generator, run = dataclasses.replace(self.generator, on_skipped=on_skipped), self.settings.run
         groups: GroupSource = PromptSource(prompts, generator)
-        if source is not None:
-            groups = UserDataSource(source, generator, max_groups=builders.max_groups(run, source))
+        if source is not None:  # for all epochs, or for run.num_rollout rounds of a source without a length
+            rounds = None if hasattr(source, "__len__") else run.num_rollout
+            last = rounds * run.rollout_batch_size if rounds else (run.num_epoch or 1) * source_length(source)
+            groups = UserDataSource(source, generator, max_groups=last)
         return rollout(groups, max_rounds=run.num_rollout)
 
 

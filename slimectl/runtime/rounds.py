@@ -14,6 +14,8 @@ from typing import ClassVar
 
 from slimectl.data.io import is_pipe, split_slice
 from slimectl.data.manifest import other_model
+from slimectl.data.prompts import ordered_rows
+from slimectl.data.sources import open_table
 from slimectl.errors import RecordError, SettingsError
 from slimectl.protocols import Executor
 from slimectl.runtime import builders
@@ -143,7 +145,8 @@ class RecordedRounds:
         graded = [[source] for name, source in sources.items() if name not in self.held_out]
         check_sources(self.settings, graded, samples=bool(graded))
         for path in (*self.paths, *(sources[name] for name in self.held_out)):
-            builders.check_rows(path)
+            if next(ordered_rows([path]), None) is None:
+                raise RecordError(f"{path}: no samples. Check the messages of the stage that wrote the file.")
         if self.settings.model.path is not None:
             warn_of_other_model(self.settings.algorithm, self.paths, builders.model_folder(self.settings.model.path))
 
@@ -194,7 +197,7 @@ class RecordedRounds:
         if self._epochs is None:
             return self.settings.run.num_rollout
         plain = builders.has_plain_rows(self.settings.algorithm, self.paths)
-        rollouts = builders.count_rows(self.paths) if plain else self._count_rollouts(None)
+        rollouts = len(open_table(self.paths, replay=True)) if plain else self._count_rollouts(None)
         return -(-rollouts * self._epochs // self.settings.rollouts_per_round)
 
     def _count_rollouts(self, model: Path | None, *, only_trained: bool = False) -> int:

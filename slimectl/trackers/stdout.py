@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TextIO
 
 from slimectl.chats.messages import content_text
@@ -12,7 +12,7 @@ from slimectl.data.metrics_catalogue import is_supervised
 from slimectl.protocols import Progress, Tracker
 from slimectl.system.stdio import FILES_ONLY, logger, quantity, say
 from slimectl.trackers.base import TrackedRun
-from slimectl.types import TableRow
+from slimectl.types import StepReport, TableRow
 
 DECAY = 0.9
 """Decay of the exponential moving average of the reward, per round."""
@@ -155,16 +155,21 @@ COLUMNS = {
 """Columns of the table that a terminal shows during training."""
 
 
-def table_header() -> str:
-    return f"{'step':>6}" + "".join(f"{name:>11}" for name in COLUMNS.values())
+def step_table() -> Callable[[StepReport], Iterator[str]]:
+    """Return a function that formats reports as rows of a table, under a header before the first.
 
+    A row has a dash for each missing metric.
+    """
+    headers = iter([f"{'step':>6}" + "".join(f"{name:>11}" for name in COLUMNS.values())])
 
-def table_row(metrics: Mapping[str, float], step: int) -> str:
-    """Return the row of a step, with a dash for each missing metric."""
-    cells = [f"{metrics[name]:.4g}" if name in metrics else "-" for name in COLUMNS]
-    return (
-        f"{step:>6}" + "".join(f"{cell:>11}" for cell in cells) + "".join(f"  {note}" for note in shortcomings(metrics))
-    )
+    def lines(report: StepReport) -> Iterator[str]:
+        yield from headers
+        metrics = report.metrics
+        cells = (f"{metrics[name]:.4g}" if name in metrics else "-" for name in COLUMNS)
+        notes = "".join(f"  {note}" for note in shortcomings(metrics))
+        yield f"{report.step:>6}" + "".join(f"{cell:>11}" for cell in cells) + notes
+
+    return lines
 
 
 def is_result(name: str) -> bool:

@@ -9,15 +9,12 @@ from slimectl.executors.local import LocalExecutor as LocalExecutor
 from slimectl.runtime.builders.data import agent as agent
 from slimectl.runtime.builders.data import check_images as check_images
 from slimectl.runtime.builders.data import check_pipes as check_pipes
-from slimectl.runtime.builders.data import check_rows as check_rows
-from slimectl.runtime.builders.data import count_rows as count_rows
 from slimectl.runtime.builders.data import data_identities as data_identities
 from slimectl.runtime.builders.data import data_source as data_source
 from slimectl.runtime.builders.data import dataset as dataset
 from slimectl.runtime.builders.data import generator as generator
 from slimectl.runtime.builders.data import has_plain_rows as has_plain_rows
 from slimectl.runtime.builders.data import hook_settings as hook_settings
-from slimectl.runtime.builders.data import max_groups as max_groups
 from slimectl.runtime.builders.data import prompts as prompts
 from slimectl.runtime.builders.data import reward as reward
 from slimectl.runtime.builders.data import shard_prompts as shard_prompts
@@ -73,7 +70,6 @@ from slimectl.runtime.builders.trackers import log_rewards as log_rewards
 from slimectl.runtime.builders.trackers import log_samples as log_samples
 from slimectl.runtime.builders.trackers import sample_table as sample_table
 from slimectl.runtime.builders.trackers import start_trackers as start_trackers
-from slimectl.runtime.builders.trackers import step_table as step_table
 from slimectl.runtime.builders.trainers import layout as layout
 from slimectl.runtime.builders.weight_sync import adapter_obstacle as adapter_obstacle
 from slimectl.runtime.builders.weight_sync import keyed as keyed
@@ -82,3 +78,4 @@ from slimectl.runtime.builders.weight_sync import urls as urls
 from slimectl.runtime.builders.weight_sync import workers as workers
 from slimectl.trackers.base import flush as flush
 from slimectl.trackers.roll_names import roll_named as roll_named
+from slimectl.trackers.stdout import step_table as step_table

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from slimectl.settings.evaluate import EvalSettings
     from slimectl.settings.needs import AlgorithmSection
     from slimectl.settings.rollout import RolloutSettings
-    from slimectl.settings.run import RunSettings
     from slimectl.stages.evaluate import HeldOutDataset
     from slimectl.stages.generation import GroupGenerator
     from slimectl.stages.recorded_rounds import Numbered, SampleFiles
@@ -217,21 +216,6 @@ def has_plain_rows(algorithm: AlgorithmSection, paths: Sequence[str]) -> bool:
     return not sampled
 
 
-def check_rows(path: str) -> None:
-    """Raise RecordError for a file without any row, SettingsError if there is none."""
-    from slimectl.data.prompts import ordered_rows
-
-    if next(ordered_rows([path]), None) is None:
-        raise RecordError(f"{path}: no samples. Check the messages of the stage that wrote the file.")
-
-
-def count_rows(paths: Sequence[str]) -> int:
-    """Return the total number of rows of the sources."""
-    from slimectl.data.sources import open_table
-
-    return len(open_table(paths, replay=True))
-
-
 def _has_tokens(path: str) -> bool:
     """Return whether the first row is a sample rather than a prompt."""
     from slimectl.data.io import spool
@@ -321,12 +305,3 @@ def dataset(settings: Settings, name: str) -> HeldOutDataset:
 
     own = resolve_dataset_settings(settings, name)
     return HeldOutDataset(name, own, reward(own), agent(own) or single_turn, UserHooks(own))
-
-
-def max_groups(run: RunSettings, source: Any) -> int | None:
-    """Return how many groups `slimectl rollout` draws from a user's source: all epochs, or run.num_rollout rounds."""
-    from slimectl.stages.prompt_groups import source_length
-
-    if run.num_rollout and not hasattr(source, "__len__"):
-        return run.num_rollout * run.rollout_batch_size
-    return (run.num_epoch or 1) * source_length(source)

@@ -7,7 +7,7 @@ import os
 import secrets
 import string
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from slimectl.settings.placeholders import filled
 from slimectl.settings.run import KEY_VARIABLES
 from slimectl.settings.secret import reveal
 from slimectl.system.redaction import redact, without_secrets
-from slimectl.types import Sample, StepReport, TableRow
+from slimectl.types import Sample, TableRow
 
 if TYPE_CHECKING:
     from slimectl.protocols import Tracker
@@ -289,16 +289,3 @@ def identity(settings: Settings, folder: Path, *, tracker: str = "wandb") -> Ide
         api_key=_api_key(tracker, settings),
         config=config,
     )
-
-
-def step_table() -> Callable[[StepReport], Iterator[str]]:
-    """Return a function that formats reports as rows of a table for a terminal, under a header before the first."""
-    from slimectl.trackers.stdout import table_header, table_row
-
-    headers = iter([table_header()])
-
-    def lines(report: StepReport) -> Iterator[str]:
-        yield from headers
-        yield table_row(report.metrics, report.step)
-
-    return lines
