@@ -120,7 +120,7 @@ def client(urls: Sequence[str], folder: Path, **options: Any) -> PushedEngine:
         urls,
         api=api(urls),
         model=ServedModel(vocabulary, CONTEXT, decode=Detokenizer(tokenizer).response_text, stops=stops),
-        options=ClientOptions(keys=KEYS, **options),
+        options=ClientOptions(**{"keys": KEYS, **options}),
     )
 
 

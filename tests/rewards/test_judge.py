@@ -187,7 +187,7 @@ def test_a_judge_that_cannot_be_is_refused(options, message):
 
 @pytest.fixture(scope="module")
 def served(model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = serve(model_dir("llama"), tmp_path_factory.mktemp("judge"))
+    server = serve(model_dir("llama"), tmp_path_factory.mktemp("judge"), weight_version="0")
     try:
         yield server.start()
     finally:
