@@ -1,7 +1,7 @@
 """The declaration of a model family. Trainer, converter, planner and embedded engine build theirs from it.
 
 A family starts as Llama: RMSNorm before attention and MLP, grouped-query attention, a gated MLP with SiLU. Its
-declaration says what differs. A value that config.json decides is given as its key.
+declaration lists the differences. A value that config.json decides is given as its key.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Experts:
 
     `count` are the keys for the number of experts, and `width` is the key for the width of one. `sparse` says for every
     layer whether it has experts. A softmax router normalizes the weights of the chosen experts if `normalizes`. A
-    sigmoid router always does, and has a bias, `bias`, that affects only the choice. `prefix` is that of the mixture on
-    disk, and `names` are an expert's matrices.
+    sigmoid router always does, and has a bias, `bias`, that affects only the choice. `prefix` precedes the mixture's
+    tensor names on disk, and `names` are an expert's matrices.
     """
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")

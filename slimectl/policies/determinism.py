@@ -54,7 +54,7 @@ def _choose(*, deterministic: bool, benchmark: bool, cudnn_attention: bool) -> N
 def in_kernels(
     method: Callable[Concatenate[Any, Arguments], Result],
 ) -> Callable[Concatenate[Any, Arguments], Result]:
-    """Run a method of a trainer with deterministic kernels, if its options say so."""
+    """Run a method of a trainer with deterministic kernels, if its options ask for them."""
 
     @wraps(method)
     def call(trainer: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

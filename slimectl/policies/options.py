@@ -1,4 +1,4 @@
-"""Options of trainers: those of every backend, and those that only Megatron-core has."""
+"""Options of trainers: common to all backends, and for Megatron-core only."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A checkpoint may be untrusted, and Python's unpickler imports what a pickle names and calls it. Here each name must be
 on the caller's list. It becomes an empty class that keeps the arguments and the state of its objects (Construction).
-Instructions that do not occur in real checkpoints are rejected, among them those that bypass `find_class`.
+Instructions that do not occur in real checkpoints are rejected. Some of them would bypass `find_class`.
 """
 
 from __future__ import annotations

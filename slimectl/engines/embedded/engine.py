@@ -47,7 +47,7 @@ class EngineOptions:
     """Maximum tokens of prompt and response. None: the model's limit."""
 
     end_token_ids: Sequence[int] = ()
-    """End tokens in addition to those of the model and the tokenizer."""
+    """End tokens in addition to the model's and the tokenizer's."""
 
     prefix_cache_gib: float = 1.0
     """Maximum memory for earlier prompts and responses that later prompts may start with."""

@@ -99,7 +99,7 @@ class HttpWorkers(WeightUpdateClient):
         self._update_headers |= {url: self._keys.headers(url, UPDATE_PATH) for url in workers}
         self.urls = workers
 
-    # --- steps that every kind of server implements, with those of WeightUpdateClient that are not below --------------
+    # --- steps that each kind of server implements, in addition to the rest of WeightUpdateClient ---------------------
 
     @property
     def checksums_by_hf_name(self) -> bool:
