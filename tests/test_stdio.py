@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,7 @@ def shut(sample):
 
 def slimectl(folder: Path, words: str, *, shell: str = "", code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run a command under bash, with what `shell` says of its descriptors."""
-    command = f"{sys.executable} -m slimectl {words} {shell}"
+    command = f"{shlex.quote(sys.executable)} -m slimectl {words} {shell}"
     result = subprocess.run(
         ["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False, env={**os.environ}
     )
@@ -137,7 +138,7 @@ def test_texts_are_ascii_where_stdout_takes_no_utf_8_and_records_stay_utf_8(
     folder: Path, encoding: str, drawn: bool
 ) -> None:
     environment = f"PYTHONIOENCODING={encoding}"
-    command = f"{environment} {sys.executable} -m slimectl"
+    command = f"{environment} {shlex.quote(sys.executable)} -m slimectl"
     shown = subprocess.run(["bash", "-c", f"{command} score --help"], cwd=folder, capture_output=True, check=True)
     assert (max(shown.stdout) > 127) == drawn
     (folder / "unicode.jsonl").write_text(json.dumps(SAMPLE | {"response": "\u00e9", "label": "\u00e9"}) + "\n")

@@ -100,7 +100,8 @@ def test_bad_agents_are_one_line_each(workshop: Workshop):
 
 def test_a_stage_whose_attempts_all_failed_is_run_again(workshop: Workshop):
     (workshop.folder / "agent.py").write_text("raise SystemExit('no key')\n")
-    command = ["rollout", "-c", "slimectl.toml", "--agent", f"{sys.executable} agent.py", *NO_VERIFIER, "-n", "1"]
+    agent = shlex.join([sys.executable, "agent.py"])
+    command = ["rollout", "-c", "slimectl.toml", "--agent", agent, *NO_VERIFIER, "-n", "1"]
     for _ in range(2):
         workshop.slimectl(*command, "-o", "out.jsonl", code=1)
         assert "the first with RuntimeError: the agent ended with status 1 before it got a response: no key" in (
@@ -131,7 +132,7 @@ def test_an_agent_whose_file_is_missing_is_refused_by_every_command(workshop: Wo
     ):
         config = [] if words[0] == "run" else ["-c", "slimectl.toml"]
         output = workshop.slimectl(
-            *words, *config, "--agent", f"{sys.executable} nofile.py", *NO_VERIFIER, code=2
+            *words, *config, "--agent", f"{shlex.quote(sys.executable)} nofile.py", *NO_VERIFIER, code=2
         ).decode()
         assert "nofile.py: no such file" in workshop.stderr + output
     assert not (workshop.folder / "runs").exists()

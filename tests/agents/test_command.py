@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -49,7 +50,7 @@ class Run:
         self.path.write_text(CLIENT + textwrap.dedent(program))
         tokenizer = merging_tokenizer()
         engine = ScriptedEngine([[*tokenizer.encode("seven"), tokenizer.eos_token_id]], tokenizer)
-        self.agent = CommandAgent(CommandOptions(command=f"{sys.executable} {self.path}", **options))
+        self.agent = CommandAgent(CommandOptions(command=shlex.join([sys.executable, str(self.path)]), **options))
         arguments = {
             "sample": sample or Sample(prompt="what?", label="7"), "tokenizer": tokenizer, "context": 200,
             "generate": generate or engine.generate, "sampling_params": SamplingParams(max_tokens=100),
@@ -350,7 +351,7 @@ def test_many_attempts_run_beside_one_another_within_their_number(tmp_path: Path
         running -= 1
         return Completion([5], [-1.0], "x", "stop")
 
-    agent = CommandAgent(CommandOptions(command=f"{sys.executable} {path}", concurrency=3))
+    agent = CommandAgent(CommandOptions(command=shlex.join([sys.executable, str(path)]), concurrency=3))
     arguments = {"tokenizer": tokenizer, "generate": generate, "sampling_params": SamplingParams(), "context": None}
 
     async def attempts() -> list[list[Sample]]:

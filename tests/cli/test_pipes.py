@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -23,7 +24,7 @@ SAMPLE = {"group_index": 0, "index": 0, "prompt": "x", "tokens": [1, 2], "respon
 def bash(workshop: Workshop, line: str, *, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run a line of bash in which SLIMECTL is the program."""
     result = subprocess.run(
-        ["bash", "-c", line.replace("SLIMECTL", " ".join(workshop.command()))],
+        ["bash", "-c", line.replace("SLIMECTL", shlex.join(workshop.command()))],
         cwd=workshop.folder, env=workshop.environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == code, result.stderr

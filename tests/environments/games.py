@@ -64,7 +64,7 @@ class Troubled(Environment):
         if self.deed == "hang":
             time.sleep(600)
         if self.deed == "die":
-            print("out of memory")
+            print("out of memory", flush=True)
             os._exit(3)
         if self.deed == "raise":
             raise RuntimeError("the board is broken\nin two")

@@ -22,7 +22,8 @@ FOLDER = Path(hidden_keys.__file__).parent
 WORD = "hunter2-of-a-server"
 KEYS = ServerKeys(api_key=WORD, admin_api_key=f"{WORD}-admin")
 
-PYTHON = """#!{python}
+PYTHON = """#!/bin/sh
+"exec" "{python}" "$0" "$@"  # a line for sh, whose #! takes no blanks
 import http.server, json, os, sys
 if sys.argv[2] == "-c":
     print("0.5.20")

