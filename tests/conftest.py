@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no path asks nobody
 # Some hundred processes import slimectl; compiling it each time costs each 0.3 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.pop("PYTHONUNBUFFERED", None)  # users do not set it, and prints are lost without it where nothing flushes
 # Commands of tests print alike wherever they run: CI hides bars, workers of pytest-xdist have COLUMNS.
 os.environ.pop("CI", None)
 os.environ.pop("COLUMNS", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -44,6 +45,12 @@ TAIL_LINES = 20
 TAIL_BYTES = 16_384
 
 
+def print_at_once() -> None:
+    """Write each line that this process prints at once. What is in a buffer is lost when the process is ended."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+
+
 def redirect(log: Path | None) -> None:
     """Redirect the output of this process and its children to `log`, or to stderr without one. Stdout is for data."""
     if log is not None:
@@ -54,6 +61,7 @@ def redirect(log: Path | None) -> None:
         os.close(file)
     sys.stdout.flush()
     os.dup2(2, 1)
+    print_at_once()
     log_to_stderr(positions=True)
 
 

@@ -19,7 +19,7 @@ from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
-from slimectl.executors.child_processes import blocked_in_helpers, leave_to_parent
+from slimectl.executors.child_processes import blocked_in_helpers, leave_to_parent, print_at_once
 from slimectl.executors.rank_process import picklable_error
 from slimectl.executors.time_limits import reset_signals
 from slimectl.plugins.containment import ENDING, exit_at_once
@@ -265,6 +265,7 @@ def _set_up() -> None:
     Ctrl-C and a closed terminal reach the whole process group. A scheduler's SIGTERM reaches all processes of a job.
     """
     log_to_stderr()
+    print_at_once()
     reset_signals()
     signal.signal(STOP_SIGNAL, _exit)
     leave_to_parent()

@@ -272,7 +272,7 @@ class CountedProcess:
 
 @pytest.mark.parametrize(("answering", "timed_out"), [(True, False), (False, True)])
 def test_time_in_which_the_policy_answers_does_not_count(answering: bool, timed_out: bool):
-    agent = CommandAgent(CommandOptions(command=sys.executable, timeout_s=50 * TICK_S))
+    agent = CommandAgent(CommandOptions(command=shlex.quote(sys.executable), timeout_s=50 * TICK_S))
     session: Any = SimpleNamespace(is_aborted=False, is_answering=answering)
     process: Any = CountedProcess(60)
     assert asyncio.run(agent._supervise(process, session)).timed_out == timed_out
