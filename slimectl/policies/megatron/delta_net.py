@@ -1,7 +1,7 @@
 """Gated delta nets (Qwen3-Next, Qwen3.5) over packed sequences, in plain torch.
 
-Yang et al. 2024, arXiv:2412.06464. T tokens · H value heads of this tensor-parallel rank · K key width · V value width
-N chunks of all sequences · C tokens of a chunk · B sequences · W channels · S taps of a convolution.
+Yang et al. 2024, arXiv:2412.06464. T tokens · H value heads of this tensor-parallel rank · V value width · W channels
+S taps of a convolution, or tokens of the whole row.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
+from slimectl.algorithms.gated_delta import Chunks, causal_convolution, gated_delta_rule, l2_normalize
 from slimectl.policies.megatron.batch import PackedSequences
 from slimectl.policies.megatron.norms import RMSNorm
-
-CHUNK = 64
-"""Chunk length: tokens of one triangular solve."""
 
 
 class PlainRMSNorm(RMSNorm):
@@ -79,19 +77,22 @@ class PackedDeltaNet(GatedDeltaNet):
         convolution [W, S]. `decay_log` and `decay_bias` are the logarithm of the decay and its bias [H].
         """
         positions_T = packed.positions_T if packed.context == 1 else _row_positions(packed)
-        convolved = _causal_convolution(qkv, kernel, positions_T)
+        convolved = causal_convolution(qkv, kernel, positions_T)
         keys, values = (size * beta.shape[-1] // self.num_value_heads for size in (self.qk_dim, self.v_dim))
         query, key, value = F.silu(convolved).split([keys, keys, values], dim=-1)
         share = self.num_value_heads // self.num_key_heads
         query, key = (
-            _l2_normalize(part.unflatten(-1, (-1, self.key_head_dim)).float()).repeat_interleave(share, dim=1)
+            l2_normalize(part.unflatten(-1, (-1, self.key_head_dim)).float()).repeat_interleave(share, dim=1)
             for part in (query, key)
         )
         decay_TH = -decay_log.float().exp() * F.softplus(alpha.float() + decay_bias)
-        return gated_delta_rule(
+        if "chunks" not in packed.cache:
+            packed.cache["chunks"] = Chunks(packed.lengths, query.device)
+        output_THV, _ = gated_delta_rule(
             query * self.key_head_dim**-0.5, key, value.unflatten(-1, (beta.shape[-1], -1)).float(), decay_TH,
-            beta.sigmoid().float(), packed,
+            beta.sigmoid().float(), packed.cache["chunks"],
         )  # fmt: skip
+        return output_THV
 
 
 def to_heads(parts: Sequence[Tensor], packed: PackedSequences) -> list[Tensor]:
@@ -124,79 +125,3 @@ def _row_positions(packed: PackedSequences) -> Tensor:
         ranges = [torch.arange(length) for length in packed.lengths]
         packed.cache["row_positions"] = torch.cat(ranges).to(packed.order_S.device)
     return packed.cache["row_positions"]
-
-
-def gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay_TH: Tensor, beta_TH: Tensor, packed: PackedSequences
-) -> Tensor:
-    """Gated delta rule: S_t = e^g S_(t-1) + k_t β_t (v_t - k_t' e^g S_(t-1)), o_t = q_t' S_t.
-
-    `query` and `key` are [T, H, K], `value` [T, H, V], `decay_TH` the g ≤ 0, all float32. The state is [K, V] and
-    starts at 0 in every sequence. Returns [T, H, V].
-    """
-    places_NC, turns = _chunks(packed, query.device)
-    real_NC = places_NC >= 0
-    q, k, v = (_in_chunks(part, places_NC) for part in (query, key, value))
-    g, beta = (_in_chunks(part[..., None], places_NC)[..., 0] for part in (decay_TH, beta_TH))
-    total = g.cumsum(-1)  # [N, H, C]
-    decay_mask = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
-    # Updates of a chunk's tokens depend on updates of earlier tokens: a triangular system, solved for both right sides.
-    system = (k * beta[..., None]) @ k.transpose(-1, -2) * decay_mask
-    sides = torch.cat([v, k * total.exp()[..., None]], dim=-1) * beta[..., None]
-    solved = torch.linalg.solve_triangular(system.tril(-1), sides, upper=False, unitriangular=True)
-    value_update, key_cumdecay = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    inner = q @ k.transpose(-1, -2) * decay_mask
-    from_state = q * total.exp()[..., None]
-    decayed_key = k * (total[..., -1:] - total).exp()[..., None]
-    state = q.new_zeros(len(turns[0]), q.shape[1], q.shape[-1], v.shape[-1])  # [B, H, K, V]
-    outputs = []
-    for turn in turns:
-        state = state[: len(turn)]
-        new = value_update[turn] - key_cumdecay[turn] @ state
-        outputs.append(from_state[turn] @ state + inner[turn] @ new)
-        state = state * total[turn][..., -1, None, None].exp() + decayed_key[turn].transpose(-1, -2) @ new
-    order_N = torch.cat(turns)
-    output_NHCV = torch.cat(outputs)
-    flat = torch.empty(packed.tokens, dtype=torch.long, device=query.device)
-    rows_NC = torch.arange(real_NC.numel(), device=query.device).view_as(real_NC)
-    flat[places_NC[order_N][real_NC[order_N]]] = rows_NC[real_NC[order_N]]
-    return output_NHCV.transpose(1, 2).flatten(0, 1)[flat]
-
-
-def _chunks(packed: PackedSequences, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Return the row position of every token of every chunk [N, C], and the order of computation.
-
-    Padding at the end of a sequence is -1. The order is: the first chunk of every sequence, the second chunk of each
-    sequence that has one, and so on, with the longest sequences first.
-    """
-    if "chunks" not in packed.cache:
-        spans = sorted(zip(packed.starts, packed.lengths, strict=True), key=lambda span: -span[1])
-        places: list[list[int]] = []
-        turns: list[list[int]] = [[] for _ in range(-(-max(packed.lengths) // CHUNK))]
-        for start, length in spans:
-            for i, first in enumerate(range(0, length, CHUNK)):
-                turns[i].append(len(places))
-                count = min(CHUNK, length - first)
-                places.append([*range(start + first, start + first + count), *([-1] * (CHUNK - count))])
-        chunks = torch.tensor(places, device=device), [torch.tensor(turn, device=device) for turn in turns]
-        packed.cache["chunks"] = chunks
-    return packed.cache["chunks"]
-
-
-def _in_chunks(part_THW: Tensor, places_NC: Tensor) -> Tensor:
-    """Gather tokens into chunks [N, H, C, W]. Padding is zero, which leaves the state unchanged."""
-    chunks = part_THW[places_NC.clamp(min=0)] * (places_NC >= 0)[..., None, None]
-    return chunks.transpose(1, 2)
-
-
-def _causal_convolution(states_TW: Tensor, kernel_WS: Tensor, positions_T: Tensor) -> Tensor:
-    """Apply a depthwise causal convolution: one kernel per channel over the last S tokens of its sequence."""
-    output = states_TW * kernel_WS[:, -1]
-    for back in range(1, kernel_WS.shape[1]):
-        earlier = states_TW.roll(back, dims=0) * (positions_T >= back)[:, None]
-        output = output + earlier * kernel_WS[:, -1 - back]
-    return output
-
-
-def _l2_normalize(states: Tensor) -> Tensor:
-    return states * torch.rsqrt(states.square().sum(-1, keepdim=True) + 1e-6)
