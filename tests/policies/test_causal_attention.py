@@ -32,11 +32,20 @@ def defined(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tens
 
 @pytest.mark.parametrize(
     ("window", "cap", "sinks"),
-    [(3, None, False), (1, None, False), (None, 2.0, False), (None, None, True), (5, 2.0, True), (99, None, False)],
+    [
+        (3, None, False),
+        (1, None, False),
+        (None, 2.0, False),
+        (None, None, True),
+        (5, 2.0, True),
+        (99, None, False),
+        (4, None, True),
+    ],
 )
-@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (4, 9)])
+@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (4, 9), (9, 11), (3, 11)])
 def test_windows_caps_and_sinks_are_what_defines_them(monkeypatch, window, cap, sinks, queries, keys):
     monkeypatch.setattr(module, "CHUNK", 4)  # chunks in the middle, and a rest
+    monkeypatch.setattr(module, "DENSE_SCORES", 200)  # the larger calls are recomputed
     module._mask_matrix.cache_clear()
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 4, queries, 4), (2, 2, keys, 4), (2, 2, keys, 6), (4,))

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from slimectl.errors import CheckpointError
-from slimectl.policies.causal_attention import causal_attention, gather_contexts, masked_attention
+from slimectl.policies.causal_attention import Scoring, causal_attention, gather_contexts, masked_attention
 from slimectl.policies.fsdp.packed_batch import BranchBucket, CausalBucket, PackedBatch
 from slimectl.policies.recompute import recomputed
 
 NAME = "slimectl_packed"
 RECOMPUTED = "slimectl_packed_recomputed"
 """Name of the same attention when backward recomputes it."""
-UNSUPPORTED = ("softcap", "s_aux")
-"""Options of a layer that this attention does not compute."""
 
 
 class _ToGrid(torch.autograd.Function):
@@ -61,22 +59,39 @@ def packed_attention(
     *,
     layout: PackedBatch,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     attend: Callable[..., Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: query [1, H, T, D], key and value [1, K, T, D], output [1, T, H, D]."""
-    unsupported = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
-    if attention_mask is not None:
-        unsupported = ["its own mask"]
-    if unsupported or (sliding_window and sliding_window <= int(layout.positions_T.max())):
-        raise CheckpointError(
-            f"{type(module).__name__} asks for"
-            f" {unsupported[0] if unsupported else 'a sliding window shorter than the row'}, which"
-            " packed training does not compute. Use a model with plain causal attention, or shorter rows."
-        )
+    _check(module, attention_mask)
     layout.attention_calls += 1
-    return (attend or _attend)(query, key, value, layout, scaling), None
+    window = kwargs["sliding_window"] if "sliding_window" in kwargs else _window_of(module)
+    scoring = Scoring(window or None, kwargs.get("softcap"), kwargs.get("s_aux"))
+    return (attend or _attend)(query, key, value, layout, scaling, scoring), None
+
+
+def _check(module: nn.Module, attention_mask: Tensor | None) -> None:
+    """Raise CheckpointError for what this attention does not compute."""
+    reason = None
+    if attention_mask is not None:
+        reason = "its own mask"
+    elif not getattr(module, "is_causal", True):
+        reason = "attention to later tokens"
+    if reason:
+        raise CheckpointError(
+            f"{type(module).__name__} asks for {reason}, which packed training does not compute."
+            " Train a model of another architecture."
+        )
+
+
+def _window_of(module: Any) -> int | None:
+    """Return the window of a layer that does not pass it, because transformers has it only in the layer's mask."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and layer is not None and kinds[layer] != "sliding_attention":
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    return window
 
 
 def recomputed_attention(
@@ -86,16 +101,21 @@ def recomputed_attention(
     return packed_attention(module, query, key, value, attention_mask, attend=recomputed(_attend), **kwargs)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, layout: PackedBatch, scaling: float | None) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedBatch, scale: float | None, scoring: Scoring
+) -> Tensor:
     query_THD, key_TKD, value_TKD = (states[0].transpose(0, 1) for states in (query, key, value))
     parts = (_buckets(_grid(states, layout), layout) for states in (query_THD, key_TKD, value_TKD))
     outputs = []
     for bucket, (q, k, v) in zip([*layout.causal, *layout.branches], zip(*parts, strict=True), strict=True):
+        mask_BLK = None
         if isinstance(bucket, BranchBucket):
-            outputs.append(_branches(q, k, v, key_TKD, value_TKD, bucket, scaling))
-        else:
+            k, v, mask_BLK = _after_context(k, v, key_TKD, value_TKD, bucket, scoring.window)
+        if mask_BLK is None:
             # Padding comes after its sequence, where the causal mask hides it.
-            outputs.append(_flat(causal_attention(q, k, v, scaling)))
+            outputs.append(_flat(causal_attention(q, k, v, scale, scoring)))
+        else:
+            outputs.append(_flat(masked_attention(q, k, v, mask_BLK, scale, scoring)))
     output_NW = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     output_TW = _FromGrid.apply(output_NW, layout.place_T)  # type: ignore[no-untyped-call]
     output_THD: Tensor = output_TW.view(1, query.shape[2], query.shape[1], -1)
@@ -124,22 +144,17 @@ def _flat(output_BHSD: Tensor) -> Tensor:
     return output_BHSD.transpose(1, 2).reshape(batch * length, heads * width)
 
 
-def _branches(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_TKD: Tensor,
-    value_TKD: Tensor,
-    bucket: BranchBucket,
-    scale: float | None,
-) -> Tensor:
+def _after_context(
+    key: Tensor, value: Tensor, key_TKD: Tensor, value_TKD: Tensor, bucket: BranchBucket, window: int | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the keys and values [B, K, P + L, D] of branches after their contexts, and their mask."""
+    if window is not None and window < bucket.context_BP.shape[1] + bucket.length:
+        bucket = bucket.cut(window, key)
     k, v = (
         torch.cat([gather_contexts(states_TKD, bucket.context_BP).transpose(1, 2), states_BKSD], dim=2)
         for states_TKD, states_BKSD in ((key_TKD, key), (value_TKD, value))
     )
-    if bucket.mask_BLK is None:
-        return _flat(causal_attention(query, k, v, scale))
-    return _flat(masked_attention(query, k, v, bucket.mask_BLK, scale))
+    return k, v, bucket.mask_BLK
 
 
 def register() -> None:

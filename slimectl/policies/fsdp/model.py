@@ -168,7 +168,7 @@ def _unsupported(hf: Any) -> str:
     head = hf.get_output_embeddings()
     if not kinds <= {"full_attention", "sliding_attention"}:
         return f"has layers of kind {', '.join(sorted(kinds - {'full_attention', 'sliding_attention'}))}"
-    if not getattr(hf, "_supports_attention_backend", False):
+    if not (hf._supports_attention_backend or hf._can_set_attn_implementation()):
         return "does not accept a custom attention function"
     if not isinstance(getattr(decoder_of(hf), "layers", None), nn.ModuleList):
         return "has no layers at model.layers"

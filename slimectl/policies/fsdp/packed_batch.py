@@ -46,6 +46,15 @@ class BranchBucket:
     """Additive: 0 where token l may see key k of [context | branch], -inf elsewhere. [B, 1, L, P + L].
 
     None if all contexts have one length, because the mask is then only causal."""
+    spans: list[AttentionSpan]
+    cuts: dict[int, BranchBucket] = field(default_factory=dict)
+    """The bucket for layers with a window, by their windows."""
+
+    def cut(self, window: int, like: Tensor) -> BranchBucket:
+        """Return the bucket for layers with a sliding window: contexts have only what the window reaches."""
+        if window not in self.cuts:
+            self.cuts[window] = _branches(self.spans, self.start, self.length, like.dtype, like.device, window)
+        return self.cuts[window]
 
 
 @dataclass
@@ -140,22 +149,36 @@ def _waste(length: int, depth: int, count: int, real: int) -> float:
 
 
 def _branches(
-    bucket: list[AttentionSpan], start: int, length: int, dtype: torch.dtype, device: torch.device
+    bucket: list[AttentionSpan],
+    start: int,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    window: int | None = None,
 ) -> BranchBucket:
-    """Build a bucket of branches. Padded rows still attend to their context: a softmax over nothing would be NaN."""
-    widest = max(len(span.context) for span in bucket)
+    """Build a bucket of branches. A padded row sees its context or itself: a softmax over nothing would be NaN."""
+    kept = [len(span.context) if window is None else min(len(span.context), window - 1) for span in bucket]
+    widest = max(kept)
     context_BP = np.empty((len(bucket), widest), dtype=np.int64)
-    for context_P, span in zip(context_BP, bucket, strict=True):
+    for context_P, span, count in zip(context_BP, bucket, kept, strict=True):
         context_P[:] = span.context[0]
-        context_P[: len(span.context)] = span.context
+        context_P[:count] = span.context[len(span.context) - count :]
     mask_BLK = None
-    if min(len(span.context) for span in bucket) < widest:
-        visible_BLK = np.ones((len(bucket), length, widest + length), dtype=bool)
-        visible_BLK[:, :, widest:] = np.tri(length, dtype=bool)
-        for visible_LK, span in zip(visible_BLK, bucket, strict=True):
-            visible_LK[:, len(span.context) : widest] = False
+    if min(kept) < widest:
+        visible_BLK = np.zeros((len(bucket), length, widest + length), dtype=bool)
+        for visible_LK, count in zip(visible_BLK, kept, strict=True):
+            own_LK = _causal(length, count, window)
+            visible_LK[:, :count], visible_LK[:, widest:] = own_LK[:, :count], own_LK[:, count:]
         hidden_BLK = torch.from_numpy(~visible_BLK).to(device)
         mask_BLK = torch.zeros(hidden_BLK.shape, dtype=dtype, device=device).masked_fill_(hidden_BLK, -torch.inf)[
             :, None
         ]
-    return BranchBucket(start, len(bucket), length, torch.from_numpy(context_BP).to(device), mask_BLK)
+    return BranchBucket(start, len(bucket), length, torch.from_numpy(context_BP).to(device), mask_BLK, bucket)
+
+
+def _causal(length: int, context: int, window: int | None) -> np.ndarray:
+    """Return which of `context` + `length` keys the last `length` tokens see."""
+    visible_LK = np.tri(length, context + length, context, dtype=bool)
+    if window is not None:
+        visible_LK &= ~np.tri(length, context + length, context - window, dtype=bool)
+    return visible_LK
