@@ -12,7 +12,7 @@ from slimectl.checkpoints.hf_weights import HFWeights
 from slimectl.checkpoints.safetensors_io import MappedMemory
 from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
-from slimectl.checkpoints.validate import HEAD, UnfusedExperts
+from slimectl.checkpoints.validate import HEAD, unfused
 from slimectl.protocols import Weights
 
 SAMPLED = 64
@@ -29,7 +29,7 @@ class BaseModel:
         self.folder = folder
         torch_dist = is_torch_dist(folder)
         self._stored: Weights = ModelCheckpoint().open(folder) if torch_dist else HFWeights(folder, MappedMemory())
-        self._weights = self._stored if torch_dist else UnfusedExperts(self._stored)
+        self._weights = self._stored if torch_dist else unfused(self._stored, folder)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -20,7 +20,7 @@ from slimectl.checkpoints.safetensors_io import (
     nbytes,
     write_safetensors,
 )
-from slimectl.checkpoints.validate import UnfusedExperts
+from slimectl.checkpoints.validate import unfused
 from slimectl.data.hashing import Digest
 from slimectl.protocols import NamedTensors, Weights
 from slimectl.system.model_files import copy_file
@@ -83,19 +83,19 @@ class HFCheckpoint:
         self.max_shard_bytes = max_shard_bytes
 
     def read(self, path: Path) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the directory, with one for each expert. Raises CheckpointError like `open`."""
+        """Yield every tensor of the directory, of single experts as `unfused` does. Raises like `open`."""
         weights = self.open(path, MappedMemory())
         for name in weights.forms():
             yield name, weights.get(name)
 
     def open(self, path: Path, memory: TensorMemory | None = None) -> Weights:
-        """Open the directory for lazy reading, with a tensor for each expert.
+        """Open the directory for lazy reading, with a tensor for each expert as `unfused` does.
 
         Raises CheckpointError, also for weights that `check_weights` and `check_plain` reject.
         """
         check_weights(path)
         check_plain(path)
-        return UnfusedExperts(HFWeights(path, memory))
+        return unfused(HFWeights(path, memory), path)
 
     def write(self, path: Path, tensors: NamedTensors) -> None:
         """Write the stream to the existing directory `path`, with one shard in memory. The index is written last."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from slimectl.architectures.config import Config
+from slimectl.architectures.blocks import MLP_NAMES
+from slimectl.architectures.config import Config, raw_config
 from slimectl.architectures.config_checks import OTHER_MODEL
 from slimectl.architectures.family import Family
 from slimectl.architectures.mapping import ParamMapping, views
-from slimectl.architectures.registry import family_of
+from slimectl.architectures.registry import family_of, known_family
 from slimectl.checkpoints.safetensors_io import TensorSpec
 from slimectl.errors import CheckpointError
 from slimectl.protocols import Weights
@@ -104,6 +106,18 @@ class UnfusedExperts:
             self._last = dict([*self._last.items()][-1:])
             self._last[view.source] = self._weights.get(view.source)
         return self._last[view.source][view.index]
+
+
+def unfused(weights: Weights, folder: Path) -> Weights:
+    """Return weights with separate tensors for each expert, if this is how checkpoints of the model's family are.
+
+    Other families, such as gpt_oss, have another layout under the same names.
+    """
+    config = raw_config(folder) if (folder / "config.json").is_file() else {}
+    family = known_family(config.get("model_type"))
+    if not config or (family is not None and family.experts is not None and family.experts.names == MLP_NAMES):
+        return UnfusedExperts(weights)
+    return weights
 
 
 class ValidatedWeights:

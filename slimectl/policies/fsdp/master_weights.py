@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from slimectl.architectures.lora import is_adapter
-from slimectl.policies.fsdp.model import PackedModel, ParameterNames, Slot, decoder_layers, persistent_buffers
+from slimectl.checkpoints.module_tensors import ModuleTensors, Slot, TensorGroup, tied_names
+from slimectl.checkpoints.name_conversions import persistent_buffers
+from slimectl.policies.fsdp.model import PackedModel, decoder_layers
 from slimectl.policies.optimizer import Bfloat16AdamW, OptimizerOptions, ShardElements
 from slimectl.policies.options import TrainerOptions
 from slimectl.protocols import CheckpointFormat
@@ -120,12 +122,12 @@ class MasterWeights:
         *,
         device: torch.device,
         mesh: Any | None,
+        names: ModuleTensors,
         added: Mapping[str, Tensor],
     ) -> None:
         """`added`: parameters that a checkpoint may lack, with their initial values."""
         dtype, offload = options.compute_dtype, options.offload
-        self.mesh, self.added = mesh, added
-        self.names = ParameterNames(model.hf, optional=self.added)
+        self.mesh, self.names, self.added = mesh, names, added
         self.shapes = {name: parameter.shape for name, parameter in model.hf.named_parameters()}
         offloads = offload == "parameters"
         self._sharded = [] if mesh is None else _shard(model, mesh, dtype, offloads=offloads)
@@ -154,21 +156,25 @@ class MasterWeights:
         """Master weights that the optimizer updates. The others are frozen."""
         self._gradient_sums: dict[str, Tensor] = {}
         """Float32 gradients of copies. The buffers are reused from step to step."""
-        self.in_checkpoint: list[tuple[str, Slot]] = []
-        """(checkpoint name, slot), in checkpoint order."""
+        self.in_checkpoint: list[tuple[str, Slot | TensorGroup]] = []
+        """(published name, slot) in checkpoint order, and a group for tensors that are computed together."""
         for name, tensor in self.added.items():
             self.assign(tensor, self.tensors[name])
 
     def read(self, checkpoint: CheckpointFormat, path: Path) -> None:
         """Fill the masters from a directory. Raises CheckpointError."""
-        order = []
-        for name, slot, tensor in self.names.matched(checkpoint.read(path), path):
+        order: list[tuple[str, Slot | TensorGroup]] = []
+        loaded: set[str] = set()
+        for name, slot, tensor, group in self.names.placed(checkpoint.read(path), path):
             if self.rounds and slot.parameter not in self.trained and slot.parameter not in self.buffers:
                 self._load_frozen(slot, tensor)
             else:
                 self.assign(tensor, self.tensors[slot.parameter], slot)
-            order.append((name, slot))
-        loaded = {slot.parameter for _, slot in order}
+            if name:
+                order.append((name, slot))
+            elif slot.parameter == group.parameters[0]:
+                order.append((name, group))
+            loaded.add(slot.parameter)
         self.in_checkpoint = order + [
             (name, Slot(name)) for name in self.added if name not in loaded and not is_adapter(name)
         ]
@@ -284,11 +290,11 @@ def _shard(model: PackedModel, mesh: Any, dtype: torch.dtype, *, offloads: bool)
 def _materialise(model: PackedModel, device: torch.device, *, parameters_on: torch.device) -> None:
     """Allocate all parameters. `to_empty` would also lose the buffers and untie tied parameters."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    ties = list(ParameterNames(model.hf).ties)
+    ties = tied_names(model.hf)
     model.to_empty(device=parameters_on)
     for name, buffer in buffers.items():
         owner, _, attribute = name.rpartition(".")
         model.get_submodule(owner)._buffers[attribute] = buffer.to(device)
-    for alias, first in ties:
+    for alias, first in ties.items():
         owner, _, attribute = alias.rpartition(".")
         model.hf.get_submodule(owner)._parameters[attribute] = model.hf.get_parameter(first)

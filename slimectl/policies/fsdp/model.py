@@ -5,27 +5,21 @@ T input tokens · R response tokens · U states that predict them · H hidden wi
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from slimectl.architectures.config import raw_config, read_config
-from slimectl.architectures.config_checks import OTHER_MODEL
 from slimectl.architectures.image_tokens import MODEL_TYPES
-from slimectl.architectures.mapping import Shape, views
 from slimectl.architectures.registry import known_family
-from slimectl.checkpoints.validate import ValidatedModel
 from slimectl.errors import CheckpointError, RecordError, first_line
 from slimectl.policies.fsdp import attention
 from slimectl.policies.fsdp.packed_batch import PackedBatch
-from slimectl.policies.fsdp.vision import decoder_input, decoder_of, tower_of
+from slimectl.policies.fsdp.vision import decoder_input, decoder_of
 from slimectl.policies.lm_head import linear_logits, of_logits, predicted_log_probs
 from slimectl.policies.pack_plan import PackPlan
 from slimectl.policies.recompute import Recompute, recompute_layers, recomputed
@@ -220,106 +214,3 @@ def decoder_layers(hf: Any) -> nn.ModuleList:
     """Return the decoder layers: the units of sharding and of recomputation."""
     layers: nn.ModuleList = decoder_of(hf).layers
     return layers
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Destination of a checkpoint tensor: `full[index]` of a parameter, either the whole or an expert's rows."""
-
-    parameter: str
-    index: tuple[int, slice] | EllipsisType = ...
-
-
-def persistent_buffers(hf: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that checkpoints contain, such as a router's biases, by name."""
-    stored = hf.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in hf.named_buffers() if name in stored}
-
-
-def _carried_patterns(hf: Any) -> list[re.Pattern[str]]:
-    """Return patterns for tensors that a model's checkpoints contain but its module does not use."""
-    patterns = [r"rotary_emb\.inv_freq$", *(getattr(hf, "_keys_to_ignore_on_load_unexpected", None) or ())]
-    config = hf.config.get_text_config().to_dict()
-    if (family := known_family(config.get("model_type"))) is not None:
-        patterns += family.of(config).carried
-    return [re.compile(pattern) for pattern in patterns]
-
-
-def _remedy(path: Path, name: str) -> str:
-    """Return what to do about a tensor that the module lacks. Its family may have it in another layout."""
-    has_family = known_family(raw_config(path).get("model_type")) is not None
-    if has_family and any(name in link.hf for link in ValidatedModel(read_config(path)).links):
-        return "fsdp does not read this layout. Train it with the megatron backend"
-    return OTHER_MODEL
-
-
-class ParameterNames:
-    """Maps checkpoint names to parameters and buffers.
-
-    Tied parameters have several names, and experts share parameters: transformers holds the experts of a layer in two
-    parameters, but checkpoints have a tensor for each matrix of each expert.
-    """
-
-    def __init__(self, hf: Any, *, optional: Collection[str] = ()) -> None:
-        """`optional`: parameters that a checkpoint may lack."""
-        self.optional = optional
-        self.slots: dict[str, Slot] = {}
-        """Slots by every name, including aliases and the names of single experts."""
-        self.shapes: dict[str, Shape] = {}
-        """Shapes of the tensors, by the same names."""
-        first: dict[int, str] = {}
-        for name, parameter in hf.named_parameters(remove_duplicate=False):
-            self.slots[name] = Slot(first.setdefault(id(parameter), name))
-            self.shapes[name] = tuple(parameter.shape)
-        for name, buffer in persistent_buffers(hf).items():
-            self.slots[name], self.shapes[name] = Slot(first.setdefault(id(buffer), name)), tuple(buffer.shape)
-        self._published: dict[str, str] = {}
-        family = known_family(hf.config.model_type)
-        if tower_of(hf) is not None and family is not None:
-            self._published = {name: family.published_name(name) for name in self.slots}
-        for name, published in self._published.items():
-            self.slots[published], self.shapes[published] = self.slots[name], self.shapes[name]
-        self.pieces: dict[str, list[str]] = {name: [self._published.get(name, name)] for name in first.values()}
-        """Names of a parameter's tensors in a checkpoint: its own name, or one per matrix of each expert."""
-        for name, view in views({name: self.shapes[name] for name in first.values()}).items():
-            self.slots[name], self.shapes[name] = Slot(view.source, view.index), view.shape
-            self.pieces[view.source] = [*(piece for piece in self.pieces[view.source] if piece != view.source), name]
-        self._carried = _carried_patterns(hf)
-        self.carried: list[str] = []
-        """Names of tensors in the loaded checkpoint that the model does not use."""
-
-    @property
-    def ties(self) -> Iterator[tuple[str, str]]:
-        """Yield (alias, first name) of tied parameters."""
-        published = set(self._published.values()) - self._published.keys()
-        for alias, slot in self.slots.items():
-            if slot.index is ... and slot.parameter != alias and alias not in published:
-                yield alias, slot.parameter
-
-    def matched(self, tensors: Iterator[tuple[str, Tensor]], path: Path) -> Iterator[tuple[str, Slot, Tensor]]:
-        """Yield (checkpoint name, slot, tensor) of the stream, and check at the end that it is complete.
-
-        Raises CheckpointError.
-        """
-        loaded: set[str] = set()
-        self.carried = []
-        for name, tensor in tensors:
-            if name not in self.slots:
-                if any(pattern.search(name) for pattern in self._carried):
-                    self.carried.append(name)
-                    continue
-                raise CheckpointError(f"{path}: the model has no {name}. {_remedy(path, name)}")
-            if tuple(tensor.shape) != self.shapes[name]:
-                raise CheckpointError(
-                    f"{path}: {name} has shape {list(tensor.shape)}, config.json asks for {list(self.shapes[name])}."
-                    " Copy config and weights from the same checkpoint."
-                )
-            slot = self.slots[name]
-            loaded |= {name} if slot.index else {slot.parameter, *self.pieces[slot.parameter]}
-            yield name, slot, tensor
-        for parameter, pieces in self.pieces.items():
-            missing = [name for name in pieces if name not in loaded]
-            if missing and parameter not in self.optional:
-                raise CheckpointError(
-                    f"{path}: no tensor for {missing[0]}. The checkpoint is incomplete. Copy it again."
-                )

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from slimectl.architectures.family import TOWER_PATTERN
 from slimectl.architectures.lora import halves
 from slimectl.checkpoints.base_model import fingerprint
+from slimectl.checkpoints.module_tensors import ModuleTensors, Slot
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.data.images import processor_of
 from slimectl.errors import CheckpointError
@@ -91,7 +92,8 @@ class FsdpTrainer:
             names = {name for name in names if not re.search(TOWER_PATTERN, name)}
         for name, parameter in hf.named_parameters():
             parameter.requires_grad_(options.trains and name in (names | set(added)) - self._unused_names(hf))
-        self.masters = MasterWeights(self.model, options, device=self.device, mesh=mesh, added=added)
+        tensors = ModuleTensors(hf, stored=checkpoint.open(self.model_dir).forms(), optional=added)
+        self.masters = MasterWeights(self.model, options, device=self.device, mesh=mesh, names=tensors, added=added)
         self.memory = HostMemory()
         self.masters.read(checkpoint, self.model_dir)
         self.carried_names = self.masters.names.carried
@@ -181,12 +183,19 @@ class FsdpTrainer:
         """Stream the float32 masters with adapters merged, in checkpoint order."""
         fused = lru_cache(maxsize=LAYER_PARAMETERS)(self._full_tensor)
         with self._awake():
-            for name, slot in self.masters.in_checkpoint:
-                gather = self._full_tensor if slot.index is ... else fused
-                full = gather(slot.parameter)[slot.index].float()
-                if self.adapters is not None and (pair := self.adapters.pair(slot.parameter)):
-                    full = self.adapters.options.merged(full, *map(self._full_tensor, pair))
-                yield name, full
+            for name, place in self.masters.in_checkpoint:
+                if isinstance(place, Slot):
+                    gather = self._full_tensor if place.index is ... else fused
+                    yield name, self._merged(place.parameter, gather(place.parameter)[place.index].float())
+                    continue
+                fulls = {each: self._merged(each, self._full_tensor(each).float()) for each in place.parameters}
+                yield from self.masters.names.to_published(place, fulls)
+
+    def _merged(self, parameter: str, full: Tensor) -> Tensor:
+        """Merge the adapter of a parameter, if it has one."""
+        if self.adapters is None or not (pair := self.adapters.pair(parameter)):
+            return full
+        return self.adapters.options.merged(full, *map(self._full_tensor, pair))
 
     def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
         return consumer(self.weights())
@@ -203,10 +212,11 @@ class FsdpTrainer:
         """Map checkpoint names of adapted layers to (checkpoint name, parameter name) of A and of B."""
         assert self.adapters is not None
         layers = {}
-        for name, slot in self.masters.in_checkpoint:
-            if parameters := self.adapters.pair(slot.parameter):
-                layer = name.removesuffix(".weight")
-                layers[layer] = list(zip(halves(layer), parameters, strict=True))
+        for name, place in self.masters.in_checkpoint:
+            for parameter in (place.parameter,) if isinstance(place, Slot) else place.parameters:
+                if parameters := self.adapters.pair(parameter):
+                    layer = (name if isinstance(place, Slot) else parameter).removesuffix(".weight")
+                    layers[layer] = list(zip(halves(layer), parameters, strict=True))
         return layers
 
     def _adapter_tensors(self, layers: Mapping[str, list[tuple[str, str]]]) -> Iterator[tuple[str, Tensor]]:
@@ -319,8 +329,8 @@ class FsdpTrainer:
 
     def _shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the trained tensors by their checkpoint names."""
-        names = self.masters.names
-        return {piece: torch.Size(names.shapes[piece]) for name in self.masters.trained for piece in names.pieces[name]}
+        pieces = (self.masters.names.pieces(name) for name in self.masters.trained)
+        return {name: torch.Size(shape) for shapes in pieces for name, shape in shapes.items()}
 
     def _plans(self, rows: Sequence[TrainingSample], *, for_loss: bool) -> Iterator[PackPlan]:
         """Plan the packs of this rank, padded for its products."""
