@@ -12,6 +12,10 @@ from slimectl.architectures.mapping import ConcatRows, Identity, InterleaveGroup
 
 MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 """Usual names of the matrices of a gated MLP."""
+NORMS = ("input_layernorm", "post_attention_layernorm")
+"""Usual names of the norms before attention and before the MLP."""
+MEGATRON_NORMS = ("input_layernorm", "pre_mlp_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")
+"""The same norms in Megatron, and those of sandwich layers: on the outputs of attention and of the MLP."""
 
 
 def same(
@@ -40,13 +44,11 @@ def outer(config: Config, hf: str = "model") -> list[ParamMapping]:
     return links
 
 
-def norms(config: Config, mcore: str, hf: str) -> list[ParamMapping]:
-    """Return the links of the norms before attention and before the MLP."""
+def norms(config: Config, mcore: str, hf: str, names: Sequence[str] = NORMS) -> list[ParamMapping]:
+    """Return the links of a layer's norms, with their names on disk in the order of MEGATRON_NORMS."""
     H = config["hidden_size"]
-    return [
-        same(f"{mcore}.input_layernorm.weight", f"{hf}.input_layernorm.weight", H),
-        same(f"{mcore}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", H),
-    ]
+    pairs = zip(MEGATRON_NORMS, names, strict=False)
+    return [same(f"{mcore}.{megatron}.weight", f"{hf}.{name}.weight", H) for megatron, name in pairs]
 
 
 def attention(config: Config, mcore: str, hf: str, *, bias: bool = False, qk_norm: bool = False) -> list[ParamMapping]:

@@ -134,6 +134,9 @@ def _rope_differences(expected: dict[str, Any], actual: dict[str, Any]) -> list[
         ("rope_theta", expected_rope.theta, actual_rope.theta),
         ("partial_rotary_factor", expected_rope.percent, actual_rope.percent),
     ]
+    if "sliding_attention" in (expected.get("rope_parameters") or {}):
+        card, config = (rope(each, layers="sliding_attention") for each in (expected, actual))
+        pairs.append(("rope_local_base_freq", card.theta, config.theta))
     expected_scaling, actual_scaling = (
         scaling or {"rope_type": "default"} for scaling in (expected_rope.scaling, actual_rope.scaling)
     )

@@ -38,8 +38,8 @@ class Architecture:
     """Parameters to build a Megatron GPTModel.
 
     `transformer` holds values for fields of mcore's TransformerConfig (MLATransformerConfig if `mla`) under their own
-    names, as plain data. `activation_func` is omitted, because every family here uses SwiGLU. `layer` is the type of a
-    decoder layer. "plain" is mcore's layer. policies/megatron builds the others, if it supports them:
+    names, as plain data. `activation_func` is not data, so `activation` names it. `layer` is the type of a decoder
+    layer. "plain" is mcore's layer. policies/megatron builds the others, if it supports them:
 
     - "sandwich": norms `post_self_attn_layernorm` and `post_mlp_layernorm` before the outputs join the residual.
     - "wide_qk_norm": q_layernorm and k_layernorm over all heads of a token together.
@@ -55,6 +55,14 @@ class Architecture:
     rope: Rope
     mla: bool = False
     layer: Layer = "plain"
+    activation: str = "silu"
+    """Activation of the gated MLPs: silu or gelu_pytorch_tanh."""
+    embedding_scale: float = 1.0
+    """Factor of the embedding's output, rounded to its dtype."""
+    windows: tuple[int | None, ...] = ()
+    """Number of tokens that each layer attends to, None for all. Empty if no layer has a window."""
+    local_rope: Rope | None = None
+    """Rotary embedding of the layers with a window, if it differs from `rope`."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Additional parameters of a layer that is not plain."""
 
@@ -70,6 +78,10 @@ class Architecture:
         """Return whether this layer (counted from 0) has experts."""
         return self.experts > 0 and _in_pattern(self.transformer.get("moe_layer_freq"), layer, otherwise=True)
 
+    def window(self, layer: int) -> int | None:
+        """Return the number of tokens that this layer (counted from 0) attends to, or None for all."""
+        return self.windows[layer] if self.windows else None
+
     def linear_attention(self, layer: int) -> bool:
         """Return whether this layer (counted from 0) has linear attention."""
         return _in_pattern(self.transformer.get("linear_attention_freq"), layer, otherwise=False)
@@ -79,9 +91,13 @@ def _in_pattern(pattern: list[int] | None, layer: int, *, otherwise: bool) -> bo
     return otherwise if pattern is None else bool(pattern[layer])
 
 
-def rope(config: Config, *, percent: float = 1.0, interleaved: bool = False) -> Rope:
-    """Read the rotary parameters of a configuration, in the new form (rope_parameters) or the old one (rope_theta)."""
+def rope(config: Config, *, percent: float = 1.0, interleaved: bool = False, layers: str = "full_attention") -> Rope:
+    """Read the rotary parameters of a configuration, in the new form (rope_parameters) or the old one (rope_theta).
+
+    `layers` is the type of layers whose parameters are read, if types have their own.
+    """
     parameters: Config = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    parameters = dict(parameters.get(layers) or parameters)
     theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     percent = float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or percent)

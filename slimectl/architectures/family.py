@@ -22,6 +22,8 @@ Links = Callable[[Config, int, str, str], list[ParamMapping]]
 """(configuration, layer, its Megatron prefix, its Hugging Face prefix) -> links of a part of the layer."""
 Switch = bool | str
 """A constant of the family, or the key of config.json that decides."""
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+"""Activations of gated MLPs that policies/megatron computes."""
 DECODER, TOWER = "model.language_model.", "model.visual."
 """Prefixes of the parts of a vision model in transformers' modules."""
 TOWER_PATTERN = r"^(model\.)?visual\."
@@ -221,14 +223,23 @@ class Family:
     qk_norm: Switch = False
     qk_norm_over: Literal["head", "token"] = "head"
     """Whether queries and keys are normalized head by head, or all heads of a token together."""
-    norms: Literal["before", "around"] = "before"
-    """Whether there are further norms on the outputs of attention and MLP, before they join the residual."""
+    norms: tuple[str, ...] = blocks.NORMS
+    """Names of the norms before attention and before the MLP. Two more are on the outputs of attention and of the MLP,
+    before they join the residual."""
+    offset_norms: bool = False
+    """Whether weights of norms are offsets from 1."""
+    scales_embedding: bool = False
+    """Whether embeddings are multiplied by the square root of their width."""
     activation: str = "silu"
     """Activation of the gated MLPs, as in hidden_act."""
     mlp_names: tuple[str, ...] = blocks.MLP_NAMES
     attention: Attention | None = None
     windows: Callable[[Config], list[int | None]] | None = None
     """Number of tokens that each layer attends to, or None for all."""
+    local_rope: Callable[[Config], Rope] | None = None
+    """Rotary embedding of the layers with a window, if they have another one."""
+    softmax_scale: Callable[[Config], float] | None = None
+    """Factor of attention scores, if it is not head_dim ** -0.5."""
     soft_caps: tuple[str, ...] = ()
     """Keys of limits on attention scores or logits."""
     rope: Callable[[Config], Rope] = rope
@@ -265,8 +276,7 @@ class Family:
     def untrained(self) -> list[str]:
         """What neither Megatron's layers here nor the embedded engine compute."""
         return [
-            *([f"{self.activation} in MLPs"] if self.activation != "silu" else []),
-            *(["attention within windows"] if self.windows else []),
+            *([f"{self.activation} in MLPs"] if self.activation not in ACTIVATIONS else []),
             *(["soft caps"] if self.soft_caps else []),
         ]
 
@@ -276,8 +286,13 @@ class Family:
         experts = self.experts
         return [
             *self.untrained,
+            *([f"{self.activation} in MLPs"] if self.activation in ACTIVATIONS[1:] else []),
+            *(["attention within windows"] if self.windows else []),
+            *(["another scale of attention scores"] if self.softmax_scale else []),
+            *(["scaled embeddings"] if self.scales_embedding else []),
+            *(["norm weights as offsets from 1"] if self.offset_norms else []),
             *([self.attention.name] if self.attention else []),
-            *(["norms on the outputs of attention and MLP"] if self.norms == "around" else []),
+            *(["norms on the outputs of attention and MLP"] if self.is_sandwich else []),
             *(["norms over all heads of a token"] if self.qk_norm_over == "token" else []),
             *(["gate and up in one tensor"] if self.mlp_names != blocks.MLP_NAMES else []),
             *(["a sigmoid router"] if experts and experts.router == "sigmoid" else []),
@@ -310,6 +325,8 @@ class Family:
             "qk_layernorm": is_on(self.qk_norm, config),
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
+            **({"layernorm_zero_centered_gamma": True} if self.offset_norms else {}),
+            **({"softmax_scale": self.softmax_scale(config)} if self.softmax_scale else {}),
             **experts,
             **({} if self.attention is None else self.attention.fields(config)),
         }
@@ -324,6 +341,10 @@ class Family:
             rope=rotary,
             mla=self.attention is not None and self.attention.latent,
             layer=self._layer,
+            activation=self.activation,
+            embedding_scale=config["hidden_size"] ** 0.5 if self.scales_embedding else 1.0,
+            windows=self._windows(config),
+            local_rope=None if self.local_rope is None else self.local_rope(config),
             extra={} if self.attention is None else dict(self.attention.extra),
         )
 
@@ -335,7 +356,6 @@ class Family:
         )
         config = language_model(config)
         sparse, H = self.expert_layers(config), config["hidden_size"]
-        further = ("post_self_attn_layernorm", "post_mlp_layernorm") if self.norms == "around" else ()
 
         def layer(i: int, mcore: str, hf: str) -> list[ParamMapping]:
             if self.experts is not None and sparse[i]:
@@ -346,17 +366,28 @@ class Family:
             return [
                 *(self.attention.links if self.attention else self._attention)(config, i, mcore, hf),
                 *mlp,
-                *blocks.norms(config, mcore, hf),
-                *(same(f"{mcore}.{norm}.weight", f"{hf}.{norm}.weight", H) for norm in further),
+                *blocks.norms(config, mcore, hf, self.norms),
             ]
 
         return blocks.layered(config, layer, prefix)
 
     @property
+    def is_sandwich(self) -> bool:
+        """Return whether the outputs of attention and MLP are normalized too."""
+        return len(self.norms) > len(blocks.NORMS)
+
+    def _windows(self, config: Config) -> tuple[int | None, ...]:
+        """Return the windows of all layers, without those that hold every position. Empty if none is left."""
+        positions = config["max_position_embeddings"]
+        sizes = self.windows(config) if self.windows else []
+        windows = tuple(None if size is None or size >= positions else int(size) for size in sizes)
+        return windows if any(windows) else ()
+
+    @property
     def _layer(self) -> Layer:
         if self.attention is not None:
             return self.attention.layer
-        return "sandwich" if self.norms == "around" else "wide_qk_norm" if self.qk_norm_over == "token" else "plain"
+        return "sandwich" if self.is_sandwich else "wide_qk_norm" if self.qk_norm_over == "token" else "plain"
 
     def _attention(self, config: Config, i: int, mcore: str, hf: str) -> list[ParamMapping]:
         """Return the links of grouped-query attention."""
@@ -379,7 +410,7 @@ class Family:
                 f"config.json: {self.name} models cannot be trained by Megatron or converted ({', '.join(untrained)})"
             )
         no_biases = {key: False for key in biases if isinstance(key, str)}
-        required = {"hidden_act": "silu", "use_sliding_window": False, **no_biases, **self.required}
+        required = {"hidden_act": self.activation, "use_sliding_window": False, **no_biases, **self.required}
         for key, value in required.items():
             if (config.get(key) or value) != value:
                 raise CheckpointError(

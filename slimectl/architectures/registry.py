@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from slimectl.architectures import blocks
 from slimectl.architectures.config import Config, Rope, head_dim, rope
 from slimectl.architectures.deepseek import LATENT, SPARSE_LATENT, sparse_layers
 from slimectl.architectures.family import DECODER, TOWER, TOWER_PATTERN, Experts, Family, SharedExpert, Tower
@@ -29,6 +30,11 @@ def interleaved_rope(config: Config) -> Rope:
 def minimax_rope(config: Config) -> Rope:
     """Published configurations give the rotated width only as rotary_dim."""
     return rope(config, percent=config.get("rotary_dim", head_dim(config)) / head_dim(config))
+
+
+def sliding_windows(config: Config) -> list[int | None]:
+    kinds = config["layer_types"]
+    return [config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
 
 
 LLAMA = Family(
@@ -132,7 +138,7 @@ GLM_MOE_DSA = replace(DEEPSEEK, name="glm_moe_dsa", model_types=("glm_moe_dsa",)
 GLM4 = Family(
     "glm4",
     qkv_bias="attention_bias",
-    norms="around",
+    norms=(*blocks.NORMS, "post_self_attn_layernorm", "post_mlp_layernorm"),
     mlp_names=("gate_up_proj", "down_proj"),
     rope=interleaved_rope,
 )
@@ -158,11 +164,30 @@ MINIMAX = Family(
 )
 """MiniMax-M2."""
 
+GEMMA3 = Family(
+    "gemma3_text",
+    qk_norm=True,
+    norms=(
+        "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm",
+    ),
+    offset_norms=True,
+    scales_embedding=True,
+    activation="gelu_pytorch_tanh",
+    windows=sliding_windows,
+    local_rope=lambda config: rope(config, layers="sliding_attention"),
+    softmax_scale=lambda config: float(config["query_pre_attn_scalar"] ** -0.5),
+    required={
+        "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None, "final_logit_softcapping": None,
+    },
+)  # fmt: skip
+"""Gemma 3 models of text only (270M, 1B), arXiv:2503.19786."""
+
 FAMILIES = {
     family.name: family
     for family in (
         LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, DEEPSEEK, GLM4_MOE_LITE, GLM4, GLM4_MOE, MIMO, MINIMAX, QWEN3_NEXT,
-        QWEN3_5, QWEN3_5_MOE, GLM_MOE_DSA, QWEN2_5_VL, QWEN3_VL,
+        QWEN3_5, QWEN3_5_MOE, GLM_MOE_DSA, QWEN2_5_VL, QWEN3_VL, GEMMA3,
     )
 }  # fmt: skip
 

@@ -100,9 +100,16 @@ def _weights(run: Run, heads: float) -> float:
     return 0.0 if run.recomputes("core_attn") else run.bytes * heads * run.seq_len
 
 
-def _norm(run: Run, width: float) -> float:
-    """Saved by torch's rms_norm: input and normalised states in float32 on a CPU, only the input on a GPU."""
-    return (8 * width if run.device == "cpu" else run.bytes * width) + 4
+def _norm(run: Run, width: float, *, exact: bool = False) -> float:
+    """Saved by torch's rms_norm: input and normalised states in float32 on a CPU, only the input on a GPU.
+
+    `exact` norms compute in float32, because their weights are offsets from 1.
+    """
+    return (8 * width if run.device == "cpu" else (4 if exact else run.bytes) * width) + 4
+
+
+def _has_exact_norms(architecture: Architecture) -> bool:
+    return bool(architecture.transformer.get("layernorm_zero_centered_gamma"))
 
 
 def megatron_layer(
@@ -112,7 +119,8 @@ def megatron_layer(
     t, c, cut = architecture.transformer, run.bytes, run.layout.tensor
     H = t["hidden_size"]
     norms = 4 if architecture.layer == "sandwich" else 2
-    saved = [SavedActivation(f"norms ({norms} inputs, 2 results) / t", (norms * _norm(run, H) + 2 * c * H) / cut)]
+    norm = _norm(run, H, exact=_has_exact_norms(architecture))
+    saved = [SavedActivation(f"norms ({norms} inputs, 2 results) / t", (norms * norm + 2 * c * H) / cut)]
     if linear:
         saved += _delta(architecture, run)
     elif architecture.mla:
@@ -135,7 +143,8 @@ def _grouped(architecture: Architecture, run: Run) -> list[SavedActivation]:
     normed = bool(t.get("qk_layernorm"))
     saved = []
     if normed:
-        norms = _norm(run, q) + _norm(run, k) + 4 * (heads + _groups(architecture) / cut - 2)
+        exact = _has_exact_norms(architecture)
+        norms = _norm(run, q, exact=exact) + _norm(run, k, exact=exact) + 4 * (heads + _groups(architecture) / cut - 2)
         if architecture.layer == "wide_qk_norm":
             norms = (4 + c) * (q + k) + 8  # of this package, in float32 on any device
         # The key is a view of the fused projection: saved once, with that.

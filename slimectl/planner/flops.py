@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from slimectl.architectures.config import Architecture
 from slimectl.planner.parameters import ParameterPart, ResidentModel, activated, count, policy_of
@@ -30,6 +31,16 @@ def attention_layers(architecture: Architecture) -> int:
     return architecture.layers // int(frequency)
 
 
+def attended(architecture: Architecture, length: float) -> float:
+    """Keys that a token of such a sequence attends to on average, summed over the layers with full attention.
+
+    Half of the sequence, or W (1 - W / 2 length) in a layer with a shorter window W.
+    """
+    windows = [size for size in architecture.windows if size is not None and size < length]
+    inside = sum(size * (1 - size / (2 * length)) for size in windows)
+    return (attention_layers(architecture) - len(windows)) * length / 2 + inside
+
+
 def attention_width(architecture: Architecture) -> int:
     """Columns of key and value that a pair of tokens multiplies, over all heads."""
     t = architecture.transformer
@@ -39,8 +50,12 @@ def attention_width(architecture: Architecture) -> int:
 
 
 def pair_cost(parts: Sequence[ParameterPart], architecture: Architecture) -> float:
-    """Attention cost of a pair of tokens, relative to the cost of a token in all products with parameters."""
-    return attention_layers(architecture) * attention_width(architecture) / passed(parts, architecture)
+    """Attention cost of a pair of tokens, relative to the cost of a token in all products with parameters.
+
+    Layers with a window do not count: their cost is about that of a token.
+    """
+    layers = attention_layers(architecture) - sum(size is not None for size in architecture.windows)
+    return layers * attention_width(architecture) / passed(parts, architecture)
 
 
 def token_flops(parts: Sequence[ParameterPart], architecture: Architecture, seq_len: int) -> Figure:
@@ -56,24 +71,26 @@ def _multiplied(model: ResidentModel) -> int:
 
 
 def _forward(model: ResidentModel, seq_len: int) -> float:
-    layers, width = attention_layers(model.architecture), attention_width(model.architecture)
-    return 2 * _multiplied(model) + 2 * layers * width * seq_len / 2
+    return 2 * _multiplied(model) + 2 * attention_width(model.architecture) * attended(model.architecture, seq_len)
 
 
 def _token(model: ResidentModel, seq_len: int) -> Figure:
     """FLOPs per parameter: forward 2, backward 2 for the input's gradient and 2 for a trained weight's gradient."""
     architecture, critic = model.architecture, model.name == "critic"
     N, L = _multiplied(model), activated(model.trained, architecture)
-    # Forward 2 per pair and column, backward twice that. A token attends to half of its sequence on average.
+    # Forward 2 per pair and column, backward twice that.
     layers, width, pairs = attention_layers(architecture), attention_width(architecture), 6 if model.trained else 2
     per_token, formula = pairs * N, f"{pairs} x {parameters(N)} parameters"
     if any(part.inner for part in model.trained):
         per_token, formula = 4 * N + 2 * L, f"4 x {parameters(N)} parameters + 2 x {parameters(L)} that learn"
     if critic:  # a forward pass computes values before training
         pairs, per_token, formula = pairs + 2, per_token + 2 * N, f"{formula} + 2 x {parameters(N)} for values"
-    value = per_token + pairs * layers * width * seq_len / 2
+    value = per_token + pairs * width * attended(architecture, seq_len)
     name = "FLOPs per token" if model.name == "policy" else f"FLOPs per token, {model.name}"
-    return Figure(name, value, "FLOP", f"{formula} + {pairs} x {layers} layers x {width:,} columns x {seq_len:,} / 2")
+    keys = f"{layers} layers x {width:,} columns x {seq_len:,} / 2"
+    if architecture.windows:
+        keys = f"{width:,} columns x {counted(attended(architecture, seq_len))} keys in all layers, windows included"
+    return Figure(name, value, "FLOP", f"{formula} + {pairs} x {keys}")
 
 
 def _image(model: ResidentModel, tokens: int) -> Figure:
@@ -88,7 +105,9 @@ def _image(model: ResidentModel, tokens: int) -> Figure:
 
 @dataclass(frozen=True)
 class SequenceFlops:
-    """FLOPs of a sequence of S tokens: per_token x S + per_pair x S^2 / 2, as a token attends to half of the others.
+    """FLOPs of a sequence of S tokens: (per_token + per_pair x attended(S)) x S.
+
+    `attended` is the number of keys of a token on average. By default it is half of the sequence.
 
     >>> SequenceFlops(per_token=10.0, per_pair=2.0)(4)
     56.0
@@ -96,9 +115,10 @@ class SequenceFlops:
 
     per_token: float
     per_pair: float
+    attended: Callable[[float], float] = lambda length: length / 2
 
     def __call__(self, length: int) -> float:
-        return self.per_token * length + self.per_pair * length**2 / 2
+        return (self.per_token + self.per_pair * self.attended(length)) * length if length else 0.0
 
 
 @dataclass(frozen=True)
@@ -132,8 +152,9 @@ def image_flops(model: ResidentModel, token: int) -> ImageFlops | None:
 
 def model_flops(model: ResidentModel) -> ModelFlops:
     """Return the FLOPs of a model's passes per sequence, derived from a token in sequences of 0 and 2 tokens."""
+    keys = partial(attended, model.architecture)
     forward, training = (
-        SequenceFlops(at_0, at_2 - at_0)
+        SequenceFlops(at_0, (at_2 - at_0) / keys(2), keys)
         for at_0, at_2 in (
             (_forward(model, 0), _forward(model, 2)),
             (_token(model, 0).value, _token(model, 2).value),

@@ -106,6 +106,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "indexer_types": ["full", "full", "shared"],
     },
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", **MLA, "q_lora_rank": 20},
+    "gemma3": {"model_type": "gemma3_text", "tie_word_embeddings": True},
 }
 
 

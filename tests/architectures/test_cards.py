@@ -22,6 +22,8 @@ model                    L  hidden ffn   heads groups head_dim base     rot  voc
 deepseek-v3-20layer      20 7168   18432 128   -      128      10000    1.0  129280 1e-6  no   y       n
 deepseek-v3-5layer       5  7168   18432 128   -      128      10000    1.0  129280 1e-6  no   y       n
 deepseek-v3              61 7168   18432 128   -      128      10000    1.0  129280 1e-6  no   y       n
+gemma3-1b                26 1152   6912  4     1      256      1000000  1.0  262144 1e-6  yes  y       n
+gemma3-270m              18 640    2048  4     1      256      1000000  1.0  262144 1e-6  yes  y       n
 glm4-32B                 64 6144   23040 48    8      128      10000    0.5  151552 1e-5  no   n       n
 glm4-9B                  40 4096   13696 32    2      128      10000    0.5  151552 1e-5  no   n       y
 glm4.5-106B-A12B         46 4096   10944 96    8      128      1000000  0.5  151552 1e-5  no   n       y
@@ -122,7 +124,7 @@ ROWS, MIXTURE, MLA, SCALED = table(MODELS), table(MIXTURES), table(LATENT), tabl
 LEARNERS = ("tiny", "tiny-vl", "tiny-vl3")
 VISION = ("qwen3-vl-4B",)
 """Models whose images are read, which Megatron-core does not train."""
-BIASED, NORMED = ("qwen2", "mimo"), ("qwen3", "qwen3_moe", "qwen3_next", "minimax_m2")
+BIASED, NORMED = ("qwen2", "mimo"), ("qwen3", "qwen3_moe", "qwen3_next", "minimax_m2", "gemma3")
 """Model types whose class has a bias on query, key and value, or normalises query and key, without a key for it."""
 
 
@@ -140,7 +142,7 @@ def number(text: str) -> float | None:
 
 def test_there_is_a_card_for_every_row_and_three_to_learn_on():
     assert set(cards.names()) == {*ROWS, *LEARNERS}
-    assert len(ROWS) == 42
+    assert len(ROWS) == 44
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -261,6 +263,7 @@ def test_a_difference_is_found_however_it_is_written():
     assert found("qwen3-8B", max_position_embeddings=9) == []
     stretched = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
     stretched["original_max_position_embeddings"] = 8192
+    assert found("gemma3-1b", rope_local_base_freq=20000.0) == [("rope_local_base_freq", 10000.0, 20000.0)]
     assert found("llama3.1-8B-Instruct", rope_scaling=stretched) == [("rope_scaling.high_freq_factor", 4.0, 2.0)]
 
 

@@ -50,8 +50,12 @@ def table_of(model_type: str) -> dict[str, Any]:
 
 
 def known_types() -> list[str]:
-    """The types of all families of language models alone: the defaults of a vision tower are left to transformers."""
-    families = [family for family in REGISTERED.values() if not set(family.model_types) & set(READING_IMAGES)]
+    """The types of families whose defaults are plain: those of vision towers and windows are left to transformers."""
+    families = [
+        family
+        for family in REGISTERED.values()
+        if not set(family.model_types) & set(READING_IMAGES) and family.windows is None
+    ]
     types = {STAND_INS.get(name, name) for family in families for name in family.model_types}
     return sorted(name for name in types if "vision_config" not in CONFIG_MAPPING[name]().to_dict())
 
@@ -83,7 +87,8 @@ def check(raw: dict[str, Any]) -> None:
 
 
 def has_known_defaults(name: str) -> bool:
-    return cards.load(name)["config"]["model_type"] not in READING_IMAGES
+    config = cards.load(name)["config"]
+    return config["model_type"] not in READING_IMAGES and family_of(config).windows is None
 
 
 @pytest.mark.parametrize("name", filter(has_known_defaults, cards.names()))

@@ -231,6 +231,17 @@ def test_flops_of_a_token():
     assert flops.passed(MIXED.parts, MIXED.architecture) == 3_353_032_704 - 151936 * 2048
 
 
+def test_a_token_attends_to_no_more_than_its_window():
+    found = model("gemma3-1b")
+    # 6 a parameter; 4 heads x (256 + 256) columns; 4 layers see half of 4096 tokens, 22 see 512, fewer at the start:
+    # 512 - 512² / (2 x 4096) = 480.
+    each = flops.token_flops(found.parts, found.architecture, 4096).value
+    assert each == 6 * 999_885_952 + 6 * 2048 * (4 * 2048 + 22 * 480)
+    assert flops.attended(found.architecture, 256) == 26 * 128
+    assert flops.model_flops(found.all[0]).training(4096) == pytest.approx(4096 * each)
+    assert flops.pair_cost(found.parts, found.architecture) == 4 * 2048 / 999_885_952
+
+
 def test_time_of_a_step():
     found = flops.flops_figures(SMALL.all, seq_len=4096, batch=2, world=4, recomputes=False, tflops=100, mfu=0.5)
     total_flops = flops.token_flops(SMALL.parts, SMALL.architecture, 4096).value * 8192

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
-from slimectl.policies.causal_attention import causal_attention, gather_contexts
+from slimectl.policies.causal_attention import PLAIN, Scoring, causal_attention, gather_contexts
 from slimectl.policies.megatron.batch import PackedSequences
 from slimectl.policies.megatron.rotary import rotated
 
@@ -35,10 +35,18 @@ class PackedCoreAttention(nn.Module):
     values are narrower than their keys.
     """
 
-    def __init__(self, config: Any, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        scoring: Scoring = PLAIN,
+        **_: Any,
+    ) -> None:
         super().__init__()
         self.scale = softmax_scale
         self.group = pg_collection.cp
+        self.scoring = scoring
 
     def forward(self, query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, packed: PackedSequences) -> Tensor:
         """Return the attention output with heads side by side: [T, H·V]."""
@@ -48,18 +56,25 @@ class PackedCoreAttention(nn.Module):
                 gather_from_sequence_parallel_region(states.contiguous(), group=self.group)[packed.order_S]
                 for states in (key_TKD, value_TKV)
             )
-        if _supports_flash(query_THD):
-            return _varlen(query_THD, key_TKD, value_TKV, packed, self.scale).flatten(1)
+        if _supports_flash(query_THD) and self.scoring.cap is None and self.scoring.sinks_H is None:
+            return _varlen(query_THD, key_TKD, value_TKV, packed, self.scale, self.scoring.window).flatten(1)
         calls = list(_calls(packed))
         sizes = [call.queries.stop - call.queries.start for call in calls]
         return torch.cat([
-            _attend(query, call, key_TKD, value_TKV, self.scale)
+            _attend(query, call, key_TKD, value_TKV, self.scale, self.scoring)
             for query, call in zip(query_THD.split(sizes), calls, strict=True)
         ])  # fmt: skip
 
 
 class PackedSelfAttention(SelfAttention):
-    """mcore's grouped-query attention with our rotary embedding and core attention, and the same parameters."""
+    """mcore's grouped-query attention with our rotary embedding and core attention, and the same parameters.
+
+    With `local_rope` the layer rotates by the angles of layers with a window.
+    """
+
+    def __init__(self, *args: Any, local_rope: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.local_rope = local_rope
 
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: PackedSequences, **_: Any
@@ -69,8 +84,9 @@ class PackedSelfAttention(SelfAttention):
         query, key, value, *gate = (
             states.squeeze(1) for states in self.get_query_key_value_tensors(hidden_states, output_gate=gated)
         )
-        assert packed_seq_params.angles is not None
-        query, key = rotated(query, packed_seq_params.angles), rotated(key, packed_seq_params.angles)
+        angles = packed_seq_params.local_angles if self.local_rope else packed_seq_params.angles
+        assert angles is not None
+        query, key = rotated(query, angles), rotated(key, angles)
         output_TW = recomputable(self, query, key, value, packed_seq_params)
         if gate:
             output_TW = output_TW * torch.sigmoid(gate[0].flatten(1))
@@ -131,12 +147,14 @@ def _calls_of_whole_sequences(packed: PackedSequences) -> Iterator[_Call]:
         start = rows.stop
 
 
-def _attend(query: Tensor, call: _Call, key_TKD: Tensor, value_TKV: Tensor, scale: float | None) -> Tensor:
+def _attend(
+    query: Tensor, call: _Call, key_TKD: Tensor, value_TKV: Tensor, scale: float | None, scoring: Scoring
+) -> Tensor:
     """Attend from queries [B·L, H, D] of a call, which are at the last key positions. Returns [B·L, H·V]."""
     q = query.unflatten(0, (call.count, -1)).transpose(1, 2)
     k, v = (_keys(states, call).transpose(1, 2) for states in (key_TKD, value_TKV))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return causal_attention(q, k, v, scale).transpose(1, 2).flatten(2).flatten(0, 1)
+    return causal_attention(q, k, v, scale, scoring).transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def _keys(states_TKD: Tensor, call: _Call) -> Tensor:
@@ -164,7 +182,9 @@ def _supports_flash(query: Tensor) -> bool:
     return query.is_cuda and half and width <= 256 and width % 8 == 0 and _varlen_kernel() is not None
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float | None) -> Tensor:
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float | None, window: int | None
+) -> Tensor:
     """Compute flash attention over ragged sequences, [T, H, V]. Values narrower than keys are padded."""
     q_ends, k_ends, rows, longest_q, longest_k = _ragged_bounds(packed, query.device)
     if rows is not None:
@@ -172,7 +192,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, 
     width = value.shape[-1]
     output = _varlen_kernel()(
         query, key, F.pad(value, (0, query.shape[-1] - width)), q_ends, k_ends, longest_q, longest_k, scale=scale,
-        window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
+        window_size=(-1 if window is None else window - 1, 0), enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
     return output[..., :width]
 

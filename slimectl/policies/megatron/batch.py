@@ -48,6 +48,8 @@ class PackedSequences(PackedSeqParams):
     """Index of each row position in the concatenation of the ranks' tokens, or None for one rank."""
     angles: Angles | None = None
     """Rotary angles of the tokens, set by the model."""
+    local_angles: Angles | None = None
+    """Rotary angles of the tokens in layers with a window, set by the model."""
     cache: dict[str, Any] = field(default_factory=dict)
     """Values that attention derives from the lengths once per batch."""
 

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import sys
 from collections.abc import Iterable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -224,6 +225,7 @@ def transformer_config(
     kind = MLATransformerConfig if architecture.mla else TransformerConfig
     values = {
         **_ALWAYS,
+        "activation_func": _ACTIVATIONS[architecture.activation],
         **architecture.transformer,
         **_parallel_fields(layout),
         **_recompute_fields(recompute or Recompute()),
@@ -278,8 +280,9 @@ def _skip_initialization(weight: Tensor) -> Tensor:
     return weight
 
 
+_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+
 _ALWAYS: dict[str, Any] = {
-    "activation_func": F.silu,
     "init_method": _skip_initialization,
     "output_layer_init_method": _skip_initialization,
     "embedding_init_method": _skip_initialization,

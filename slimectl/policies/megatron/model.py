@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from slimectl.architectures.config import Architecture
 from slimectl.architectures.parallel import ParallelLayout
+from slimectl.policies.causal_attention import Scoring
 from slimectl.policies.megatron.attention import PackedCoreAttention, PackedSelfAttention
 from slimectl.policies.megatron.batch import PackedSequences
 from slimectl.policies.megatron.config import ENGINE, transformer_config
@@ -81,7 +82,7 @@ def _layer(architecture: Architecture, config: Any, index: int) -> ModuleSpec:
         module=SandwichLayer if architecture.layer == "sandwich" else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_attention_of(architecture, config, linear=linear),
+            self_attention=_attention_of(architecture, config, index),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=_experts() if experts else ModuleSpec(module=MLP, submodules=_linears(*_products(config))),
@@ -108,8 +109,8 @@ def _has_experts(config: Any, index: int) -> bool:
     return bool(pattern[index]) if isinstance(pattern, list) else index % pattern == 0
 
 
-def _attention_of(architecture: Architecture, config: Any, *, linear: bool) -> ModuleSpec:
-    if linear:
+def _attention_of(architecture: Architecture, config: Any, index: int) -> ModuleSpec:
+    if architecture.linear_attention(index):
         return ModuleSpec(
             module=PackedDeltaNet,
             submodules=GatedDeltaNetSubmodules(
@@ -119,19 +120,20 @@ def _attention_of(architecture: Architecture, config: Any, *, linear: bool) -> M
     if architecture.mla:
         epsilon = architecture.extra.get("latent_norm_epsilon")
         return ModuleSpec(module=LatentAttention, params={"norm_epsilon": epsilon})
-    return _grouped_query_attention(architecture, config)
+    return _grouped_query_attention(architecture, config, architecture.window(index))
 
 
-def _grouped_query_attention(architecture: Architecture, config: Any) -> ModuleSpec:
+def _grouped_query_attention(architecture: Architecture, config: Any, window: int | None) -> ModuleSpec:
     query_norm, key_norm = (RMSNorm, RMSNorm) if config.qk_layernorm else (IdentityOp, IdentityOp)
     if architecture.layer == "wide_qk_norm":
         query_norm, key_norm = WideQueryNorm, WideKeyNorm
     column, row = _products(config)
     return ModuleSpec(
         module=PackedSelfAttention,
+        params={"local_rope": window is not None and architecture.local_rope is not None},
         submodules=SelfAttentionSubmodules(
             linear_qkv=column,
-            core_attention=PackedCoreAttention,
+            core_attention=ModuleSpec(module=PackedCoreAttention, params={"scoring": Scoring(window)}),
             linear_proj=row,
             q_layernorm=query_norm,
             k_layernorm=key_norm,
@@ -200,9 +202,13 @@ class PackedGPT(HiddenStateGPT):
             vp_stage=virtual_stage,
         )
         head_dim = config.qk_pos_emb_head_dim if architecture.mla else config.kv_channels
-        self.rotary = Rotary(
-            architecture.rope, head_dim=head_dim, max_positions=architecture.max_positions, device=device()
-        )
+        sizes = {"head_dim": head_dim, "max_positions": architecture.max_positions}
+        self.rotary = Rotary(architecture.rope, **sizes, device=device())
+        local = architecture.local_rope
+        self.local_rotary = None if local is None else Rotary(local, **sizes, device=device())
+        if self.pre_process and architecture.embedding_scale != 1.0:
+            scale = torch.tensor(architecture.embedding_scale).to(config.params_dtype).item()
+            self.embedding.register_forward_hook(lambda _module, _inputs, embedded: embedded * scale)
 
     def forward(self, tokens_T: Tensor | None, packed: PackedSequences) -> Tensor:
         """Return the hidden states of the rank's tokens, [T, 1, H].
@@ -211,6 +217,7 @@ class PackedGPT(HiddenStateGPT):
         is applied. Under tensor parallelism each rank returns its part of the tokens (T / tensor rows).
         """
         packed.angles = self.rotary(packed.positions_T)
+        packed.local_angles = None if self.local_rotary is None else self.local_rotary(packed.positions_T)
         return super().forward(
             input_ids=None if tokens_T is None else tokens_T[None],
             position_ids=None,

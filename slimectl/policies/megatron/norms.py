@@ -34,8 +34,12 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, states_TW: Tensor) -> Tensor:
-        weight = self.weight + self.offset if self.offset else self.weight
-        return F.rms_norm(states_TW, (states_TW.shape[-1],), weight, self.eps)
+        width = (states_TW.shape[-1],)
+        if self.offset:
+            # As in the Hugging Face models. In bfloat16, the sum would round offsets to multiples of 1/128.
+            weight = self.weight.float() + self.offset
+            return F.rms_norm(states_TW.float(), width, weight, self.eps).to(states_TW.dtype)
+        return F.rms_norm(states_TW, width, self.weight, self.eps)
 
 
 class FullWidthRMSNorm(nn.Module):

@@ -40,6 +40,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     },
+    "windows": {
+        "model_type": "gemma3_text", "tie_word_embeddings": True, "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
 }  # fmt: skip
 
 

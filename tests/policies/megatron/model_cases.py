@@ -43,6 +43,14 @@ LLAMA3 = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+GEMMA3 = {
+    "tie_word_embeddings": True, "sliding_window": 4, "query_pre_attn_scalar": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}  # fmt: skip
 
 EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 3}
 LATENT = {
@@ -76,6 +84,7 @@ CASES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", **LATENT},
+    "gemma3": {"model_type": "gemma3_text", **GEMMA3},
     "glm4": {"model_type": "glm4", "attention_bias": True},
     "glm4_moe": {
         "model_type": "glm4_moe", **LATENT, "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True,

@@ -13,7 +13,7 @@ from rank_cases import megatron
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from slimectl.architectures.family import Family
-from slimectl.architectures.registry import FAMILIES, family_of
+from slimectl.architectures.registry import FAMILIES, GLM4, family_of
 from slimectl.checkpoints.create import create_model
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine
@@ -92,9 +92,13 @@ def test_a_declaration_trains_and_generates(folder: Path):
     ("declared", "reason"),
     [
         ({"activation": "gelu_pytorch_tanh"}, "gelu_pytorch_tanh in MLPs"),
+        ({"activation": "relu"}, "relu in MLPs"),
+        ({"offset_norms": True}, "norm weights as offsets from 1"),
+        ({"scales_embedding": True}, "scaled embeddings"),
+        ({"softmax_scale": lambda config: 0.5}, "another scale of attention scores"),
         ({"windows": lambda config: [4, None]}, "attention within windows"),
         ({"soft_caps": ("final_logit_softcapping",)}, "soft caps"),
-        ({"norms": "around"}, "norms on the outputs of attention and MLP"),
+        ({"norms": GLM4.norms}, "norms on the outputs of attention and MLP"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
