@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +14,18 @@ from safetensors.torch import load_file
 from vision_models import vision_model
 
 from slimectl.checkpoints.conversion import convert_checkpoint
-from slimectl.checkpoints.quantization import Fp8Blocks, Int4Groups
+from slimectl.checkpoints.conversion.logit_check import _hf_logits
+from slimectl.checkpoints.conversion.reader_check import check_reader
+from slimectl.checkpoints.hf_weights import HFWeights
+from slimectl.checkpoints.quantization_schemes import Fp8Blocks, Int4Groups, scheme_of
 from slimectl.data.convert_options import ConvertOptions
 from slimectl.errors import CheckpointError
 
 ModelDir = Callable[[str], Path]
+DEEPSEEK_V3_1 = {
+    "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [1, 2], "activation_scheme": "dynamic",
+    "scale_fmt": "ue8m0",
+}  # fmt: skip
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -102,13 +111,46 @@ def test_checkpoints_are_quantized_and_made_whole_again(
 
 
 @pytest.mark.parametrize("quantize", ["fp8", "fp8_tensor", "fp8_channel", "int4"])
-def test_a_tied_head_is_named_among_the_layers_that_are_whole(quantize: str, tmp_path: Path, model_dir: ModelDir):
-    """llm-compressor writes `ignore: ["lm_head"]` too: else transformers builds a quantized layer for the head."""
-    convert_checkpoint(model_dir("llama"), tmp_path / "small", ConvertOptions(quantize=quantize, group=32, logits=0))
-    assert "lm_head.weight" not in load_file(tmp_path / "small" / "model.safetensors")
-    config = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
-    key = {"fp8": "modules_to_not_convert", "fp8_tensor": "ignored_layers"}.get(quantize, "ignore")
-    assert config[key] == ["lm_head"]
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_transformers_reads_the_weights_that_were_written(
+    family: str, quantize: str, tmp_path: Path, model_dir: ModelDir
+):
+    """A tied head has no tensor. If its name is missing, transformers builds a quantized layer."""
+    if quantize != "fp8":
+        pytest.importorskip("compressed_tensors")
+    small = tmp_path / "small"
+    summary = convert_checkpoint(model_dir(family), small, ConvertOptions(quantize=quantize, group=32, block=(32, 32)))
+    config = json.loads((small / "config.json").read_text())["quantization_config"]
+    assert "lm_head" in config.get("modules_to_not_convert", config.get("ignore"))
+    if family == "qwen3_moe" and quantize != "fp8":
+        assert summary["transformers"].startswith("cannot read it (it has no quantized experts in this format")
+    else:
+        assert summary["transformers"] == "reads the same weights"
+
+
+def test_a_result_that_transformers_reads_otherwise_is_refused(tmp_path: Path, model_dir: ModelDir):
+    pytest.importorskip("compressed_tensors")
+    small = tmp_path / "small"
+    convert_checkpoint(model_dir("llama"), small, ConvertOptions(quantize="int4", group=32, logits=0))
+    file, tokens = small / "config.json", torch.arange(8)
+    config = json.loads(file.read_text())
+    weights = HFWeights(small)
+    expected = _hf_logits(config, weights, tokens)
+    assert check_reader(small, weights.forms(), tokens, expected) == {"transformers": "reads the same weights"}
+    with pytest.raises(CheckpointError, match=r"transformers reads other weights than were written \(logits differ by"):
+        check_reader(small, weights.forms(), tokens, expected + torch.eye(*expected.shape))
+    config["quantization_config"]["ignore"] = []  # the tied head
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="transformers cannot load the result"):
+        check_reader(small, weights.forms(), tokens, expected)
+
+
+def test_blocks_that_transformers_cannot_divide_are_named(tmp_path: Path, model_dir: ModelDir):
+    """Rows of 64 and blocks of 128: transformers divides the rows by the number of scales, and refuses or misreads."""
+    summary = convert_checkpoint(model_dir("llama"), tmp_path / "small", ConvertOptions(quantize="fp8"))
+    assert re.match(
+        r"cannot read it \(.*_proj.weight is \d+ x \d+, which --block 128 128 does not", summary["transformers"]
+    )
 
 
 def test_a_vision_tower_stays_in_full_precision(tmp_path: Path):
@@ -150,3 +192,38 @@ def test_what_cannot_be_grouped_or_read_is_refused(tmp_path: Path, model_dir: Mo
         with pytest.raises(CheckpointError, match=match):
             convert_checkpoint(tmp_path / "small", tmp_path / "out", ConvertOptions(dtype="bfloat16"))
     assert not (tmp_path / "out").exists()
+
+
+def test_scales_that_are_powers_of_two_by_hand():
+    """DeepSeek-V3.1's layout. 500 / 448 is rounded up to a scale of 2, in which 500 is 250, or 256 in 3 bits."""
+    scheme = scheme_of({"quantization_config": DEEPSEEK_V3_1})
+    assert scheme == Fp8Blocks(1, 2, powers_of_two=True)
+    stored = scheme.quantized(torch.tensor([[500.0, -3.0, 448.0, 0.0]]))
+    assert stored["weight_scale_inv"].tolist() == [[2.0, 1.0]]
+    assert scheme.weight(stored, torch.float32).tolist() == [[512.0, -3.0, 448.0, 0.0]]
+    assert scheme.config([]) == DEEPSEEK_V3_1
+    whole = {**stored, "weight_scale_inv": stored["weight_scale_inv"].to(torch.float8_e8m0fnu)}
+    assert scheme.weight(whole, torch.float32).tolist() == [[512.0, -3.0, 448.0, 0.0]]
+
+
+def test_fused_experts_are_quantized_one_by_one(tmp_path: Path, model_dir: ModelDir):
+    """transformers' names in memory, which some publishers store: engines know quantized experts by their own names."""
+    from safetensors.torch import save_file
+
+    separate, fused = model_dir("qwen3_moe"), tmp_path / "fused"
+    shutil.copytree(separate, fused)
+    tensors = load_file(separate / "model.safetensors")
+    prefix = "model.layers.1.mlp.experts."
+    parts = {
+        kind: [tensors.pop(f"{prefix}{i}.{kind}_proj.weight") for i in range(5)] for kind in ("gate", "up", "down")
+    }
+    pairs = zip(parts["gate"], parts["up"], strict=True)
+    tensors[f"{prefix}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+    tensors[f"{prefix}down_proj"] = torch.stack(parts["down"])
+    save_file(tensors, fused / "model.safetensors", {"format": "pt"})
+    options = ConvertOptions(quantize="fp8", block=(32, 32), logits=0)
+    for source, name in ((separate, "a"), (fused, "b")):
+        convert_checkpoint(source, tmp_path / name, options)
+    expected, found = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)

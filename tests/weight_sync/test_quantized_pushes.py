@@ -15,7 +15,8 @@ from torch import Tensor
 
 from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.checkpoints.quantization import Fp8Blocks, Fp8Scale, QuantizedStream
+from slimectl.checkpoints.quantization import QuantizedStream
+from slimectl.checkpoints.quantization_schemes import Fp8Blocks, Fp8Scale
 from slimectl.data.convert_options import ConvertOptions
 from slimectl.engines.weight_sync.base import cast
 from slimectl.errors import CheckpointError, SettingsError

@@ -14,7 +14,8 @@ from slimectl.checkpoints.conversion.logit_check import check_logits
 from slimectl.checkpoints.conversion.sources import DTYPES, Source, open_source, resolve_source
 from slimectl.checkpoints.hf import CastWeights, write_hf
 from slimectl.checkpoints.hf_weights import HFWeights
-from slimectl.checkpoints.quantization import Fp8Blocks, Fp8Scale, Int4Groups, Quantized, Scheme
+from slimectl.checkpoints.quantization import Quantized
+from slimectl.checkpoints.quantization_schemes import Fp8Blocks, Fp8Scale, Int4Groups, Scheme
 from slimectl.checkpoints.torch_dist.mapping import TorchDistWeights, chunks_of, extra_states
 from slimectl.checkpoints.torch_dist.writer import write_torch_dist
 from slimectl.checkpoints.validate import UnfusedExperts, ValidatedWeights
@@ -119,7 +120,8 @@ def _reader_and_writer(source: Source, options: ConvertOptions) -> Ends:
     if options.dtype:
         weights = CastWeights(weights, DTYPES[options.dtype])
     if options.quantize:
-        weights = Quantized(weights, _scheme(options))
+        # Readers of quantized models know single experts, and not every family's layout of fused ones.
+        weights = Quantized(UnfusedExperts(weights) if source.model else weights, _scheme(options))
     return weights, HFWeights, partial(write_hf, max_shard_bytes=options.max_shard_bytes)
 
 

@@ -12,20 +12,20 @@ from slimectl.architectures.cards import language_model
 from slimectl.architectures.config import Config
 from slimectl.architectures.config_defaults import STAND_INS
 from slimectl.architectures.image_tokens import MODEL_TYPES
+from slimectl.checkpoints.conversion.reader_check import TOLERANCE, check_reader
 from slimectl.checkpoints.conversion.sources import Source
-from slimectl.checkpoints.quantization import Dequantized, scheme_of
+from slimectl.checkpoints.quantization import Dequantized
+from slimectl.checkpoints.quantization_schemes import scheme_of
+from slimectl.checkpoints.stored_names import is_quantized
 from slimectl.errors import BackendError, CheckpointError, SlimectlError
 from slimectl.protocols import Weights
-
-TOLERANCE = 1e-3
-"""Largest difference of logits, relative to their largest magnitude, that float32 rounding can cause."""
 
 
 def check_logits(source: Source, staged: Path, result: Weights, to: str, count: int, *, exact: bool) -> dict[str, Any]:
     """Run source and result on `count` tokens in float32. Returns their difference, and the reader of the source.
 
-    If a model cannot be run here, the result has the reason. Raises CheckpointError if the values are the same but the
-    logits are not.
+    If a model cannot be run here, the result has the reason. A quantized result is also loaded by transformers itself.
+    Raises CheckpointError if the values are the same but the logits are not, or if transformers reads others.
     """
     tokens = torch.arange(count) * 7919 % int(language_model(source.config).get("vocab_size", 2))
     try:
@@ -43,7 +43,10 @@ def check_logits(source: Source, staged: Path, result: Weights, to: str, count: 
         raise CheckpointError(
             f"verifying: logits differ by {difference:.3g} although no number was changed. The result was deleted"
         )
-    return {"logits_max_difference": float(f"{difference:.3g}"), "logits_compared_with": source.reader}
+    compared = {"logits_max_difference": float(f"{difference:.3g}"), "logits_compared_with": source.reader}
+    if to == "hf" and is_quantized(result.forms()):
+        compared |= check_reader(staged, result.forms(), tokens, actual)
+    return compared
 
 
 def _result_logits(staged: Path, result: Weights, tokens: Tensor) -> Tensor:

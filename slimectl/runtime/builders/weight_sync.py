@@ -154,7 +154,8 @@ def pushed_precision(settings: Settings, folder: Path) -> Precision:
 
     from slimectl.architectures.config import read_config
     from slimectl.checkpoints.hf_weights import HFWeights
-    from slimectl.checkpoints.quantization import Int4Groups, QuantizedStream, scheme_of
+    from slimectl.checkpoints.quantization import QuantizedStream
+    from slimectl.checkpoints.quantization_schemes import Int4Groups, scheme_of
 
     dtype: torch.dtype = getattr(torch, settings.engine.dtype)
     scheme = scheme_of(read_config(folder)) if settings.engine.load else None
