@@ -34,6 +34,12 @@ NEUTRAL: dict[str, Collection[Any]] = {
     "pooling_type": (0,),
 }  # fmt: skip
 """Values with which a key has no effect. A gating function of 1 is a softmax."""
+WINDOWED = {"gemma2": 2, "gemma3_text": 6}
+"""Families with windows in all but every nth layer, and llama.cpp's n for a file that does not have it."""
+SCALED_BY_WIDTH = {"gemma2": 46, "gemma3_text": 62}
+"""Layers of their 27B models. There, llama.cpp divides attention scores by the root of hidden_size / heads, elsewhere
+by the root of the width of a head. The file does not have this number."""
+PATTERN = "attention.sliding_window_pattern"
 NOTES = ("tensor_data_layout", "vocab_size", "rope.scaling.finetuned")
 """Keys about the origin of the file."""
 SAME = 1e-5
@@ -50,10 +56,9 @@ def changed_keys(config: Any, metadata: Mapping[str, Any], known: Collection[str
         for key, attribute in ATTRIBUTES.items()
         if key in metadata and key not in known and (attribute == "rope_theta" or hasattr(config, attribute))
     }
-    if scaling := _rope_scaling(metadata):
-        plain = getattr(config, "rope_parameters", None) or {}
-        theta = metadata.get("rope.freq_base", plain.get("rope_theta", 10000.0))
-        changes["rope_parameters"] = {**plain, "rope_theta": theta, **scaling}
+    changes |= _rope_parameters(metadata, config)
+    if config.model_type in WINDOWED:
+        changes |= _gemma_keys(metadata, config)
     if _has_window(metadata) and hasattr(config, "sliding_window") and not hasattr(config, "use_sliding_window"):
         changes["sliding_window"] = metadata["attention.sliding_window"]
     for key, value in metadata.items():
@@ -65,6 +70,37 @@ def changed_keys(config: Any, metadata: Mapping[str, Any], known: Collection[str
             )
     _check_rotated_width(metadata, config, changes)
     return changes
+
+
+def _rope_parameters(metadata: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return {"rope_parameters": …} if the file scales the frequencies or has two bases, else {}.
+
+    llama.cpp scales only the layers without a window in families with a base of their own for windows.
+    """
+    scaling, plain = _rope_scaling(metadata), getattr(config, "rope_parameters", None) or {}
+    if "full_attention" not in plain:
+        theta = metadata.get("rope.freq_base", plain.get("rope_theta", 10000.0))
+        return {"rope_parameters": {**plain, "rope_theta": theta, **scaling}} if scaling else {}
+    local = {"rope_theta": metadata["rope.freq_base_swa"]} if "rope.freq_base_swa" in metadata else {}
+    if not scaling and not local:
+        return {}
+    full = plain["full_attention"] | scaling
+    sliding = plain["sliding_attention"] | local
+    return {"rope_parameters": {**plain, "full_attention": full, "sliding_attention": sliding}}
+
+
+def _gemma_keys(metadata: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return the keys of Gemma 2 and 3 that differ: which layers have a window, and what divides the scores."""
+    count, period = config.num_hidden_layers, metadata.get(PATTERN, WINDOWED[config.model_type])
+    windowed = period if isinstance(period, list) else [not period or bool((i + 1) % period) for i in range(count)]
+    if not metadata.get("attention.sliding_window"):
+        windowed = [False] * count
+    by_width = count == SCALED_BY_WIDTH[config.model_type]
+    keys = {
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windowed],
+        "query_pre_attn_scalar": config.hidden_size // config.num_attention_heads if by_width else config.head_dim,
+    }
+    return {key: value for key, value in keys.items() if getattr(config, key) != value}
 
 
 def _rope_scaling(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,6 +160,10 @@ def _is_neutral(key: str, value: Any, metadata: Mapping[str, Any], config: Any, 
         return (
             key.split(".")[1] in changes or not _has_window(metadata) or value == getattr(config, "sliding_window", 0)
         )
+    if key == PATTERN:
+        return config.model_type in WINDOWED  # see _gemma_keys
+    if key == "rope.freq_base_swa":
+        return "full_attention" in (getattr(config, "rope_parameters", None) or {})  # see _rope_parameters
     if key == "attention.scale":
         return value == 0 or math.isclose(value, width**-0.5, rel_tol=SAME)
     if key in ("attention.key_length", "attention.value_length"):

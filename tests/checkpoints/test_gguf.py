@@ -119,7 +119,7 @@ def test_written_model_computes_what_the_file_holds(tmp_path: Path):
     ("make", "message"),
     [
         (lambda path: small_gguf(path, pre="gpt-9"), "the pre-tokenizer 'gpt-9' is not supported, only gpt-2, smollm"),
-        (lambda path: small_gguf(path, kind="llama"), "a tokenizer of kind llama is not supported"),
+        (lambda path: small_gguf(path, kind="t5"), "a tokenizer of kind t5 is not supported"),
         (lambda path: small_gguf(path, extra="rope_freqs"), "12 tensors, of which only 11 have a Hugging Face name"),
         (lambda path: small_gguf(path, rows=6), r"embed_tokens.weight has shape \(6, 8\), but \(5, 8\) is expected"),
         (
@@ -129,7 +129,7 @@ def test_written_model_computes_what_the_file_holds(tmp_path: Path):
         (lambda path: path.write_bytes(b"not a gguf"), "cannot be read as GGUF"),
         (lambda path: path.write_bytes(small_gguf(path).read_bytes()[:-2000]), "cannot be read as GGUF"),
     ],
-    ids=["words", "sentencepiece", "rope_freqs", "shape", "split", "garbage", "cut_off"],
+    ids=["words", "unigram", "rope_freqs", "shape", "split", "garbage", "cut_off"],
 )
 def test_what_cannot_be_carried_over_is_refused(tmp_path: Path, make: Callable[[Path], object], message: str):
     make(tmp_path / "odd.gguf")

@@ -120,7 +120,7 @@ def _gguf(path: Path, dtype: torch.dtype) -> Source:
     from slimectl.checkpoints.gguf import GGUFFile
 
     file = GGUFFile(path)
-    config = _config_of_writer(lambda into: file.write_companions(into, dtype))
+    config = _config_of_writer(lambda into: file.write_config(into, dtype))
     weights = InMemoryWeights(file.read(dtype))
     reader = "transformers' GGUF reader"
     if file.unread:
