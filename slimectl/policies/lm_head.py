@@ -62,7 +62,7 @@ class _LinearLogProbs(torch.autograd.Function):
         entropies: list[Tensor] = []
         saved: list[Tensor] = []
         normalizers: list[Tensor] = []
-        for C, pairs, row_Q in _chunks(len(hidden_UH), chunk, state_Q, hidden_UH.device):
+        for C, pairs, row_Q in chunks(len(hidden_UH), chunk, state_Q, hidden_UH.device):
             log_p_CV, normalizer_C = _log_p(hidden_UH[C], weight_VH, temperature, shard)
             normalizers.append(normalizer_C)
             logprobs.append(log_p_CV[row_Q, index_Q[pairs]])
@@ -103,7 +103,7 @@ class _LinearLogProbs(torch.autograd.Function):
             grad_hidden_UH = _backward_by_slabs(hidden_UH, rows_VH, normalizer_U, saved, pairs, loss, grad_rows_VH)
             return grad_hidden_UH, grad_weight_VH, None, None, None, None, None
         grad_hidden_UH = torch.empty_like(hidden_UH)
-        for i, (C, pairs_C, row_Q) in enumerate(_chunks(len(hidden_UH), ctx.chunk, state_Q, hidden_UH.device)):
+        for i, (C, pairs_C, row_Q) in enumerate(chunks(len(hidden_UH), ctx.chunk, state_Q, hidden_UH.device)):
             log_p_CV = saved[i] if i < len(saved) else _log_p(hidden_UH[C], weight_VH, ctx.temperature, ctx.shard)[0]
             grad_CV = loss.of_logits(log_p_CV, C, row_Q, index_Q[pairs_C], loss.local_Q[pairs_C]).to(hidden_UH.dtype)
             if is_faster(grad_CV.device, grad_CV.dtype):
@@ -188,7 +188,7 @@ def _chunk_states(hidden_UH: Tensor, weight_VH: Tensor) -> int:
     return chunk // ROWS * ROWS
 
 
-def _chunks(
+def chunks(
     states: int, chunk: int, state_Q: Tensor | None, device: torch.device
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield the states of every chunk, the pairs of these states, and each pair's row in the chunk."""

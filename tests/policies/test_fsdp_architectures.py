@@ -144,7 +144,6 @@ def test_the_token_that_pads_elsewhere_has_its_gradient(new_model: NewModel, tie
         ("bloom", "does not accept a custom attention function"),
         ("mpt", "does not accept a custom attention function"),
         ("codegen", "does not accept a custom attention function"),
-        ("phi", "has no plain linear head"),
     ],
 )
 def test_an_architecture_of_another_layout_is_refused_in_a_line(tmp_path: Path, model_type: str, reason: str):

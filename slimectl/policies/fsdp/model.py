@@ -18,9 +18,10 @@ from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.architectures.registry import known_family
 from slimectl.errors import CheckpointError, RecordError, first_line
 from slimectl.policies.fsdp import attention
+from slimectl.policies.fsdp.own_head import CausalModel, own_log_probs, scaled
 from slimectl.policies.fsdp.packed_batch import PackedBatch
 from slimectl.policies.fsdp.vision import decoder_input, decoder_of
-from slimectl.policies.lm_head import linear_logits, of_logits, predicted_log_probs
+from slimectl.policies.lm_head import of_logits, predicted_log_probs
 from slimectl.policies.pack_plan import PackPlan
 from slimectl.policies.recompute import Recompute, recompute_layers, recomputed
 
@@ -47,6 +48,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf: Any = hf
         self.temperature = temperature
+        self.causal = CausalModel(hf)
 
     def hidden(self, layout: PackedBatch) -> Tensor:
         """Return the hidden states [U, H] that predict the pack's response tokens."""
@@ -62,16 +64,15 @@ class PackedModel(nn.Module):
 
     def log_probs(self, hidden_UH: Tensor, layout: PackedBatch, *, entropy: bool, logits: bool) -> Outputs:
         """Return the outputs of a policy from the hidden states."""
-        weight_VH = self.hf.get_output_embeddings().weight
         if logits:
-            logits_UV = linear_logits(hidden_UH, weight_VH, temperature=self.temperature)
+            logits_UV = scaled(self.causal.logits(hidden_UH), self.temperature)
             logits_RV = layout.predictions.of_states(logits_UV)
             return Outputs(*of_logits(logits_RV, layout.targets_R, entropy=entropy), None, logits_RV)
-        return Outputs(
-            *predicted_log_probs(
-                hidden_UH, weight_VH, layout.predictions, temperature=self.temperature, entropy=entropy
-            )
-        )
+        options: dict[str, Any] = {"temperature": self.temperature, "entropy": entropy}
+        if not self.causal.is_plain:
+            return Outputs(*own_log_probs(self.causal, hidden_UH, layout.predictions, **options))
+        weight_VH = self.hf.get_output_embeddings().weight
+        return Outputs(*predicted_log_probs(hidden_UH, weight_VH, layout.predictions, **options))
 
 
 @contextmanager
@@ -166,12 +167,7 @@ def _unsupported(hf: Any) -> str:
         return "does not accept a custom attention function"
     if not isinstance(getattr(decoder_of(hf), "layers", None), nn.ModuleList):
         return "has no layers at model.layers"
-    if head is None or getattr(head, "bias", None) is not None:
-        return "has no plain linear head"
-    altered = [
-        key for key in ("final_logit_softcapping", "logits_scaling", "logit_scale") if getattr(config, key, None)
-    ]
-    return f"changes its logits ({altered[0]})" if altered else ""
+    return "has no output embeddings" if head is None else ""
 
 
 @dataclass(frozen=True)

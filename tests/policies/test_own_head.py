@@ -1,0 +1,77 @@
+"""Logits that a model scales, caps or shifts: the packed trainer computes them with the model's own head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from policy_cases import WeightedNegativeLogProb, flat_log_probs, new_policy, random_rows
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slimectl.policies import lm_head
+from slimectl.policies.fsdp.model import empty_model
+from slimectl.policies.fsdp.own_head import CausalModel
+from slimectl.types import TrainingSample
+
+SHAPE = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": None,
+}  # fmt: skip
+HEADS: dict[str, dict[str, Any]] = {
+    "granite": {"logits_scaling": 3.0, "tie_word_embeddings": True},
+    "cohere": {"logit_scale": 0.25},
+    "gemma2": {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8},
+    "phi": {"tie_word_embeddings": False},  # a bias
+}
+NewModel = Callable[..., Path]
+
+
+@pytest.fixture
+def new_model(tmp_path: Path) -> NewModel:
+    def make(model_type: str, **config: Any) -> Path:
+        torch.manual_seed(0)
+        hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), dtype=torch.float32)
+        for parameter in hf.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        hf.save_pretrained(tmp_path)
+        return tmp_path
+
+    return make
+
+
+def plain_loop(folder: Path, rows: list[TrainingSample], *, temperature: float) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Log-probabilities of each row alone by transformers' logits, and the gradients of their weighted sum."""
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    found = []
+    for row in rows:
+        tokens_1T = torch.tensor([row.tokens])
+        log_p_TV = (hf(tokens_1T[:, :-1]).logits[0].float() / temperature).log_softmax(-1)
+        found.append(log_p_TV.gather(1, tokens_1T[0, 1:, None])[-row.response_length :, 0])
+    logprobs_R = torch.cat(found)
+    weights_R = torch.tensor([weight for row in rows for weight in row.loss_weights])
+    (-(weights_R * logprobs_R).sum()).backward()
+    return logprobs_R.detach(), {name: parameter.grad for name, parameter in hf.named_parameters()}
+
+
+@pytest.mark.parametrize("model_type", HEADS)
+def test_logits_that_are_more_than_a_product_are_the_models_own(
+    new_model: NewModel, model_type: str, monkeypatch: pytest.MonkeyPatch
+):
+    folder, rows = new_model(model_type, **SHAPE | HEADS[model_type]), random_rows(groups=2)
+    expected_R, gradients = plain_loop(folder, rows, temperature=0.7)
+    monkeypatch.setattr(lm_head, "CHUNK_LOGITS", 256 * 5)  # five states a chunk, one of which is kept
+    monkeypatch.setattr(lm_head, "KEPT_LOGITS", 256 * 5)
+    policy = new_policy(folder, temperature=0.7)
+    assert not policy.model.causal.is_plain
+    torch.testing.assert_close(flat_log_probs(policy, rows), expected_R, rtol=0, atol=1e-5)
+    policy.forward_backward(rows, WeightedNegativeLogProb())
+    for name, parameter in policy.masters.parameters.items():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "olmo2"])
+def test_a_head_that_is_one_product_is_computed_as_such(new_model: NewModel, model_type: str):
+    assert CausalModel(empty_model(new_model(model_type, **SHAPE))).is_plain
