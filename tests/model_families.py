@@ -14,6 +14,22 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
 }
+# A gated delta net, then gated attention.
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "head_dim": 32,
+    "initializer_range": 0.1,
+}
+SHARED_EXPERT: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": True},
     "llama_wide": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 32},
@@ -41,13 +57,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [0],
     },
-    "qwen2_moe": {
-        "model_type": "qwen2_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 48,
-    },
+    "qwen2_moe": {"model_type": "qwen2_moe", **SHARED_EXPERT},
+    "qwen3_next": {"model_type": "qwen3_next", **DELTA, **SHARED_EXPERT},
+    "qwen3_5": {"model_type": "qwen3_5_text", **DELTA},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **DELTA, **SHARED_EXPERT},
     "glm4_moe": {
         "model_type": "glm4_moe",
         "n_routed_experts": 4,

@@ -290,13 +290,11 @@ class Family:
             *(["attention within windows"] if self.windows else []),
             *(["another scale of attention scores"] if self.softmax_scale else []),
             *(["scaled embeddings"] if self.scales_embedding else []),
-            *(["norm weights as offsets from 1"] if self.offset_norms else []),
-            *([self.attention.name] if self.attention else []),
+            *([self.attention.name] if self.attention and self.attention.layer != "gated_delta" else []),
             *(["norms on the outputs of attention and MLP"] if self.is_sandwich else []),
             *(["norms over all heads of a token"] if self.qk_norm_over == "token" else []),
             *(["gate and up in one tensor"] if self.mlp_names != blocks.MLP_NAMES else []),
             *(["a sigmoid router"] if experts and experts.router == "sigmoid" else []),
-            *(["a shared expert"] if experts and experts.shared else []),
         ]
 
     def expert_layers(self, config: Config) -> list[bool]:

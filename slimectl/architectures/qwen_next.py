@@ -59,7 +59,6 @@ def is_linear(config: Config, layer: int) -> bool:
 
 def delta_fields(config: Config) -> dict[str, Any]:
     return {
-        "layernorm_zero_centered_gamma": True,
         "attention_output_gate": True,
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": [int(is_linear(config, i)) for i in range(config["num_hidden_layers"])],

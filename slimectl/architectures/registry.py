@@ -89,6 +89,7 @@ QWEN3_VL = replace(
 QWEN3_NEXT = Family(
     "qwen3_next",
     qk_norm=True,
+    offset_norms=True,
     attention=GATED_DELTA_OF_NEXT,
     experts=replace(QWEN_EXPERTS, shared=QWEN_SHARED),
     required={"attention_bias": False},
@@ -98,6 +99,7 @@ QWEN3_5 = Family(
     "qwen3_5",
     ("qwen3_5", "qwen3_5_text"),
     qk_norm=True,
+    offset_norms=True,
     attention=GATED_DELTA,
     required={"attention_bias": False},
     carried=(r"^mtp\.", r"^model\.visual\."),

@@ -67,7 +67,7 @@ def delta_between(folder: Path, old: Tensors, new: Tensors) -> DeltaFile:
 
 @pytest.mark.parametrize("compile_kernels", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("family", "share"), [("qwen3", 0.01), ("qwen2", 0.01), ("qwen3", 0.5)])
+@pytest.mark.parametrize(("family", "share"), [("qwen3", 0.01), ("qwen2", 0.01), ("qwen3", 0.5), ("qwen3_next", 0.01)])
 def test_a_delta_makes_the_weights_of_a_whole_load(
     family: str,
     share: float,

@@ -53,14 +53,19 @@ def test_norms_are_those_of_torch(kernels: Kernels, dtype: torch.dtype) -> None:
     expected[:, :3] = F.rms_norm(expected[:, :3], (16,), eps=1e-5) * weight_HD.float()
     kernels.norm_heads(qkv_NHD, weight_HD, 1e-5)
     close(qkv_NHD, expected)
+    offset_E = (weight_E / 100).to(dtype)  # 1 + this has no exact value in bfloat16
+    expected = F.rms_norm(rows_NE.float(), (48,), 1 + offset_E.float(), 1e-5)
+    close(kernels.rms_norm(rows_NE, offset_E, 1e-5, 1.0), expected)
 
 
-def test_rotation_leaves_values_alone(kernels: Kernels, dtype: torch.dtype) -> None:
-    qkv_NHD, cos_N1D, sin_N1D = torch.randn(3, 4, 32).to(dtype), torch.rand(3, 1, 32).to(dtype), torch.rand(3, 1, 32)
-    sin_N1D = sin_N1D.to(dtype)
+@pytest.mark.parametrize("width", [32, 16])
+def test_rotation_leaves_values_and_the_rest_of_heads_alone(kernels: Kernels, dtype: torch.dtype, width: int) -> None:
+    qkv_NHD = torch.randn(3, 4, 32).to(dtype)
+    cos_N1R, sin_N1R = torch.rand(2, 3, 1, width).to(dtype)
     expected = qkv_NHD.float()
-    expected[:, :3] = expected[:, :3] * cos_N1D.float() + expected[:, :3].roll(16, -1) * sin_N1D.float()
-    kernels.rotate(qkv_NHD, 3, cos_N1D, sin_N1D)
+    rotated = expected[:, :3, :width]
+    expected[:, :3, :width] = rotated * cos_N1R.float() + rotated.roll(width // 2, -1) * sin_N1R.float()
+    kernels.rotate(qkv_NHD, 3, cos_N1R, sin_N1R)
     close(qkv_NHD, expected)
 
 

@@ -35,7 +35,8 @@ def tree_of(engine: EmbeddedEngine) -> PrefixTree:
 def assert_sound(tree: PrefixTree) -> None:
     """The bytes are those of the nodes and within the bound, and nobody holds a reference."""
     nodes = list(tree._recent)
-    assert tree.bytes == sum(node.keys_values.untyped_storage().nbytes() for node in nodes) <= tree.capacity
+    tensors = [part for node in nodes for part in (node.keys_values, *(node.state or ()))]
+    assert tree.bytes == sum(part.untyped_storage().nbytes() for part in tensors) <= tree.capacity
     assert not any(node.users or node.detached for node in nodes)
     assert all(node.parent is None or node.parent.children[node.tokens[0]] is node for node in nodes)
 
@@ -46,13 +47,22 @@ def equal(warm: list[Completion], cold: list[Completion]) -> None:
         torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("capacity", "shared_bytes"), [(1.0, READ_IN_PLACE), (300 * KIB, READ_IN_PLACE), (1.0, 2**30)])
+@pytest.mark.parametrize(
+    ("family", "capacity", "shared_bytes"),
+    [
+        ("qwen3", 1.0, READ_IN_PLACE),
+        ("qwen3", 300 * KIB, READ_IN_PLACE),
+        ("qwen3", 1.0, 2**30),
+        ("qwen3_5", 1.0, READ_IN_PLACE),
+        ("qwen3_5", 600 * KIB, READ_IN_PLACE),
+    ],
+)
 def test_random_conversations_that_fork_are_answered_as_without_the_cache(
-    capacity: float, shared_bytes: int, make_engine: Make, answers: Ask, monkeypatch: pytest.MonkeyPatch
+    family: str, capacity: float, shared_bytes: int, make_engine: Make, answers: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_tree, "SHARED_BYTES", shared_bytes)
-    warm = make_engine("qwen3", max_running=7, prefix_cache_gib=capacity)
-    cold = make_engine("qwen3", max_running=7, prefix_cache_gib=0)
+    warm = make_engine(family, max_running=7, prefix_cache_gib=capacity)
+    cold = make_engine(family, max_running=7, prefix_cache_gib=0)
     draw = random.Random(7)
     texts = [[draw.randrange(250) for _ in range(draw.randint(1, 60))] for _ in range(3)]
     for _ in range(8):

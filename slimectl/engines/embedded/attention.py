@@ -43,15 +43,17 @@ def axes(sections: Sequence[int], *, alternate: bool) -> Tensor:
 class Rope:
     """Cosines and signed sines by position. The tables grow with the longest sequence seen.
 
+    D, `width`, counts the dimensions of a head that rotate.
+
     Some scalings depend on the sequence length. A decoded token is then rotated for the length up to and including it,
     and a prompt for its own length. transformers does the same for a single sequence.
     """
 
     def __init__(
-        self, config: Any, tower: Tower | None, *, head_dim: int, dtype: torch.dtype, device: torch.device
+        self, config: Any, tower: Tower | None, *, width: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._config = config
-        self._head_dim = head_dim
+        self._width = width
         self._dtype = dtype
         self._device = device
         self._kind = config.rope_parameters.get("rope_type", "default")
@@ -60,10 +62,10 @@ class Rope:
         self._cos_P1D = torch.empty(0)
         self._sin_P1D = torch.empty(0)
         self._frequencies(1)
-        sections = config.rope_parameters.get("mrope_section") or (() if tower is None else tower.rope_sections)
-        if sections and (self._kind != "default" or 2 * sum(sections) != head_dim):
+        sections = () if tower is None else config.rope_parameters.get("mrope_section") or tower.rope_sections
+        if sections and (self._kind != "default" or 2 * sum(sections) != width):
             raise CheckpointError(
-                f"config.json: mrope_section {list(sections)} with rope_type {self._kind!r} and heads of {head_dim}:"
+                f"config.json: mrope_section {list(sections)} with rope_type {self._kind!r} and heads of {width}:"
                 " the embedded engine needs rope_type default and sections that sum to half the head dimension"
             )
         self._axis_D = axes(sections, alternate=tower is not None and tower.alternates_sections) if sections else None
@@ -123,7 +125,7 @@ class Rope:
     def _frequencies(self, length: int) -> tuple[Tensor, float]:
         """Return inverse frequencies [D/2] and the factor on cos and sin, for a sequence of this length."""
         if self._kind == "default":
-            exponents_D2 = torch.arange(0, self._head_dim, 2, dtype=torch.int64).float() / self._head_dim
+            exponents_D2 = torch.arange(0, self._width, 2, dtype=torch.int64).float() / self._width
             return 1.0 / (self._config.rope_parameters["rope_theta"] ** exponents_D2), 1.0
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

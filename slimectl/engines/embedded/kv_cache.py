@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from slimectl.engines.embedded.states import SlotStates, State
+
 
 class Cache:
     """Tensor [L, 2, S, K, T, D] that grows and shrinks on demand. Slots 0, 1, 2 … are the running sequences.
@@ -17,9 +19,21 @@ class Cache:
     The tokens of a head are contiguous, so that attention reads memory in long runs, twice as fast as token by token.
     The slots are contiguous too, and attention reads their whole token capacity. A product with a part of every slot
     would copy that part first, which takes as long as the product.
+
+    `states` are the states of the sequences' delta nets, in the same slots, in a model that has such layers.
     """
 
-    def __init__(self, layers: int, heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: int,
+        heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        states: SlotStates | None = None,
+    ) -> None:
+        self.states = states
         self._storage = torch.zeros(0, dtype=dtype, device=device)
         self._slab = self._storage.view(layers, 2, 0, heads, 0, head_dim)
 
@@ -50,6 +64,8 @@ class Cache:
         new_tokens = min(-(-tokens // step) * step, -(-max_tokens // 16) * 16)
         if (new_slots, new_tokens) != (old_slots, old_tokens):
             self._resize(new_slots, new_tokens, used)
+        if self.states is not None:
+            self.states.reserve(new_slots, used)
 
     def _resize(self, slots: int, tokens: int, used: int) -> None:
         """Change the layout, in the same memory if it is large enough: new pages cost more than copies."""
@@ -72,12 +88,23 @@ class Cache:
         end = at + keys_values_L2KTD.shape[3]
         self._slab[:, :, first : first + count, :, at:end] = keys_values_L2KTD[:, :, None]
 
+    def put_state(self, first: int, count: int, state: State | None) -> None:
+        """Copy the state of delta nets, if the model has any, into `count` slots starting at `first`."""
+        if self.states is not None and state is not None:
+            self.states.put(first, count, state)
+
+    def state(self, slot: int) -> State | None:
+        """Return a copy of the state of a slot's delta nets, or None in a model without them."""
+        return None if self.states is None else self.states.copy(slot)
+
     def copy(self, slot: int, start: int, end: int) -> Tensor:
         """Return a copy of the keys and values [L, 2, K, T, D] of a slot's tokens."""
         return self._slab[:, :, slot, :, start:end].clone(memory_format=torch.contiguous_format)
 
     def move(self, source: int, target: int, *, tokens: int) -> None:
-        """Copy the first `tokens` tokens of a slot to another slot."""
+        """Copy the first `tokens` tokens of a slot, and its state, to another slot."""
+        if self.states is not None:
+            self.states.move(source, target)
         self._slab[:, :, target, :, :tokens] = self._slab[:, :, source, :, :tokens]
 
     def rows(self, positions_N: Tensor) -> Tensor:

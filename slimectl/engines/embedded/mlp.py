@@ -27,6 +27,21 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An expert that every token uses, weighted by the sigmoid of `gate_1H` if there is one."""
+
+    mlp: Mlp
+    gate_1H: Tensor | None
+
+    def added_to(self, stream_NH: Tensor, rows_NH: Tensor) -> Tensor:
+        """Return stream + self(rows)."""
+        if self.gate_1H is None:
+            return self.mlp.added_to(stream_NH, rows_NH)
+        output_NH = self.mlp.down(self.mlp.gate_up.gated(rows_NH))
+        return stream_NH + F.linear(rows_NH, self.gate_1H).sigmoid() * output_NH
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts. A token's output is the weighted sum of the outputs of its k experts.
 
@@ -39,6 +54,7 @@ class Experts:
     down_EHF: Tensor
     choices: int
     normalizes: bool
+    shared: SharedExpert | None = None
 
     def route(self, rows_NH: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights [N, k] and experts [N, k] of every row. The softmax is always in float32."""
@@ -59,6 +75,8 @@ class Experts:
             if len(part_MH)
         ]
         sorted_outputs = torch.cat(outputs)
+        if self.shared is not None:
+            stream_NH = self.shared.added_to(stream_NH, rows_NH)
         unsorted = torch.empty_like(sorted_outputs).index_copy_(0, order, sorted_outputs)
         return stream_NH + (unsorted.view(*experts_Nk.shape, -1) * weights_Nk[..., None]).sum(1), experts_Nk
 

@@ -20,13 +20,15 @@ from slimectl.architectures.family import Family
 from slimectl.architectures.image_tokens import ImageTokens
 from slimectl.architectures.registry import FAMILIES, known_family
 from slimectl.engines.embedded.attention import Decode, Prefill, Rope
+from slimectl.engines.embedded.delta_net import DeltaNet, PromptMemory, Recall, StepMemory
 from slimectl.engines.embedded.kv_cache import Cache
 from slimectl.engines.embedded.linear import Storage
 from slimectl.engines.embedded.mlp import Experts, Mlp
 from slimectl.engines.embedded.native import BlockShape, SpanTable, load_kernels
 from slimectl.engines.embedded.pictures import PictureInputs, Pictures
 from slimectl.engines.embedded.prefix_tree import CachedSpan, Node, PrefixTree
-from slimectl.engines.embedded.weights import Weights
+from slimectl.engines.embedded.states import SlotStates, State
+from slimectl.engines.embedded.weights import GroupedAttention, Weights
 from slimectl.errors import CheckpointError
 from slimectl.types import TopTokens
 
@@ -42,7 +44,8 @@ class Prefix:
 
     `node` is the last node of the cached start, or None. `keys_values` is [L, 2, K, T, D], and `logits_V` [V].
     `cached_tokens` counts the tokens taken from the cache. `used` is set when the first sequence takes the prompt.
-    `experts_TLk` covers the whole prompt, including its start, in a mixture of experts.
+    `experts_TLk` covers the whole prompt, including its start, in a mixture of experts. `state` is the state after the
+    prompt in a model with delta nets.
     """
 
     node: Node | None
@@ -50,6 +53,7 @@ class Prefix:
     logits_V: Tensor
     cached_tokens: int
     experts_TLk: Tensor | None = None
+    state: State | None = None
     used: bool = False
 
     @property
@@ -134,10 +138,12 @@ class EngineModel:
         can_compile = compile_kernels and device.type == "cpu" and self.head_dim % 16 == config.hidden_size % 8 == 0
         self._kernels = load_kernels(dtype) if can_compile else None
         self.weights = Weights(whole, family, Storage.of(dtype, device, self._kernels), head_dim=self.head_dim)
-        self._block_shape = BlockShape(
-            self.heads, self.kv_heads, self.head_dim, int(config.intermediate_size), self._eps
-        )
-        self._rope = Rope(config, family.tower, head_dim=self.head_dim, dtype=dtype, device=device)
+        inner = int(getattr(config, "intermediate_size", None) or 0)
+        self._block_shape = BlockShape(self.heads, self.kv_heads, self.head_dim, inner, self._eps)
+        if not self._cached_layers:
+            raise CheckpointError("config.json: layer_types has no full attention, which the embedded engine needs")
+        rotated = int(self.head_dim * family.rope(config.to_dict()).percent)
+        self._rope = Rope(config, family.tower, width=rotated, dtype=dtype, device=device)
         mixtures = [layer.mlp for layer in self.weights.layers if isinstance(layer.mlp, Experts)]
         self.expert_choices = mixtures[0].choices if mixtures else 0
         """Number of experts per token. 0 in a dense model."""
@@ -146,15 +152,37 @@ class EngineModel:
         if tokens is not None and self.weights.tower is not None:
             self.pictures = Pictures(tokens, self.weights.tower)
 
+    @property
+    def _cached_layers(self) -> int:
+        """Number of layers that have keys and values."""
+        return len(self.weights.layers) - len(self.weights.delta_nets)
+
+    def _new_states(self) -> SlotStates | None:
+        nets = self.weights.delta_nets
+        if not nets:
+            return None
+        taps = nets[0].kernel_W1S.shape[-1]
+        return SlotStates(len(nets), nets[0].sizes, taps, dtype=self._dtype, device=self._device)
+
     def new_cache(self) -> Cache:
-        return Cache(len(self.weights.layers), self.kv_heads, self.head_dim, dtype=self._dtype, device=self._device)
+        return Cache(
+            self._cached_layers,
+            self.kv_heads,
+            self.head_dim,
+            dtype=self._dtype,
+            device=self._device,
+            states=self._new_states(),
+        )
 
     def new_tree(self, capacity: int) -> PrefixTree:
         """Create a prefix tree of at most `capacity` bytes."""
-        layers = len(self.weights.layers)
-        token_bytes = 2 * layers * self.kv_heads * self.head_dim * self._dtype.itemsize
-        token_bytes += layers * self.expert_choices * torch.int16.itemsize
-        return PrefixTree(capacity=capacity, token_bytes=token_bytes, layers=layers)
+        token_bytes = 2 * self._cached_layers * self.kv_heads * self.head_dim * self._dtype.itemsize
+        token_bytes += len(self.weights.layers) * self.expert_choices * torch.int16.itemsize
+        states = self._new_states()
+        state_bytes = 0 if states is None else states.slot_bytes
+        return PrefixTree(
+            capacity=capacity, token_bytes=token_bytes, layers=self._cached_layers, state_bytes=state_bytes
+        )
 
     @property
     def reusable_tokens(self) -> float:
@@ -167,10 +195,16 @@ class EngineModel:
         rests = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
         before = [[] if node is None else [part.keys_values for part in node.path()] for node in nodes]
         pictures = None if self.pictures is None else self.pictures.inputs(prompts, starts)
-        attend, _, stream_NE, experts_NLk = self._prefill_pass(rests, before, pictures)
+        recall = None
+        if self.weights.delta_nets:
+            states = [None if node is None else node.state for node in nodes]
+            recall = PromptMemory(list(map(len, rests)), states, self._device)
+        attend, _, stream_NE, experts_NLk = self._prefill_pass(rests, before, recall, pictures)
         logits_BV = self._logits(stream_NE[attend.last_B])
         pieces = torch.split(attend.keys_values.permute(0, 2, 3, 1, 4), list(map(len, rests)), dim=3)
         prefixes = [Prefix(*parts) for parts in zip(nodes, pieces, logits_BV, starts, strict=True)]
+        for prefix, state in zip(prefixes, [] if recall is None else recall.states(), strict=False):
+            prefix.state = state
         if experts_NLk is not None:
             for prefix, new_TLk in zip(prefixes, experts_NLk.cpu().split(list(map(len, rests))), strict=True):
                 path = [] if prefix.node is None else prefix.node.path()
@@ -180,7 +214,10 @@ class EngineModel:
 
     def sequence_scores(self, sequences: list[tuple[int, ...]], starts: list[int], *, top: int) -> list[TokenScores]:
         """Score the tokens after position `start` of each sequence in one pass, with the `top` likeliest at each."""
-        _, tokens_N, stream_NE, _ = self._prefill_pass(sequences, [[]] * len(sequences))
+        recall = None
+        if self.weights.delta_nets:
+            recall = PromptMemory(list(map(len, sequences)), [None] * len(sequences), self._device)
+        _, tokens_N, stream_NE, _ = self._prefill_pass(sequences, [[]] * len(sequences), recall)
         scores: list[TokenScores] = []
         first, chunk = 0, max(1, CHUNK_LOGITS // self.vocabulary)
         for sequence, start in zip(sequences, starts, strict=True):
@@ -206,21 +243,22 @@ class EngineModel:
         self,
         prompts: list[tuple[int, ...]],
         prefixes: Sequence[Sequence[Tensor]],
+        recall: Recall | None,
         pictures: PictureInputs | None = None,
     ) -> tuple[Prefill, Tensor, Tensor, Tensor | None]:
         """Run concatenated prompts. Return attention, tokens [N], residual stream [N, E] and experts [N, L, k]."""
         lengths = [len(prompt) for prompt in prompts]
-        layers = len(self.weights.layers)
+        layers = self._cached_layers
         attend = Prefill(lengths, layers=layers, heads=self.heads, device=self._device, prefixes=prefixes)
         tokens_N = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
         if pictures is None:
             rope = self._rope.prompt_rows(attend.positions_N, lengths, attend.longest)
-            return attend, tokens_N, *self._hidden(self._embedded(tokens_N), rope, attend)
+            return attend, tokens_N, *self._hidden(self._embedded(tokens_N), rope, attend, recall)
         stream_NE = self._embedded(tokens_N.clamp(min=0))
         if len(pictures.rows_R):
             stream_NE[pictures.rows_R] = pictures.features.embeddings_CO
         rope = self._rope.section_rows(pictures.positions_3N, attend.longest)
-        return attend, tokens_N, *self._hidden(stream_NE, rope, attend, pictures)
+        return attend, tokens_N, *self._hidden(stream_NE, rope, attend, recall, pictures)
 
     def padded_rows(self, rows: int) -> int:
         """Return the cheapest number of rows for a step of at least `rows` rows."""
@@ -252,7 +290,8 @@ class EngineModel:
             spans=inputs.spans,
             kernels=self._kernels,
         )
-        stream_BE, experts_BLk = self._hidden(stream_BE, rope, attend)
+        recall = None if cache.states is None else StepMemory(cache.states)
+        stream_BE, experts_BLk = self._hidden(stream_BE, rope, attend, recall)
         return self._logits(stream_BE)[:count], None if experts_BLk is None else experts_BLk[:count]
 
     @cached_property
@@ -268,6 +307,7 @@ class EngineModel:
         stream_NE: Tensor,
         rope: tuple[Tensor, Tensor],
         attend: Callable[[int, Tensor], Tensor],
+        recall: Recall | None,
         pictures: PictureInputs | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run all blocks on the residual stream [N, E]. Return the stream after the last block, and the experts.
@@ -275,16 +315,18 @@ class EngineModel:
         Deepstack features of `pictures` are added after the first blocks if the vision tower has them. The experts are
         [N, L, k] with zeros for dense layers, or None in a dense model.
         """
-        cos_N1D, sin_N1D = rope
         rows = stream_NE.shape[0]
         experts_NLk = None
         if self.expert_choices:
             shape = (rows, len(self.weights.layers), self.expert_choices)
             experts_NLk = torch.zeros(shape, dtype=torch.int16, device=stream_NE.device)
         for index, layer in enumerate(self.weights.layers):
-            qkv_NHD = layer.qkv(self._norm(stream_NE, layer.input_norm_E)).view(rows, -1, self.head_dim)
-            self._rotate(qkv_NHD, layer.qk_norm_HD, cos_N1D, sin_N1D)
-            stream_NE = layer.o.added_to(stream_NE, attend(index, qkv_NHD))
+            normed_NE = self._norm(stream_NE, layer.input_norm_E)
+            if isinstance(layer.attention, DeltaNet):
+                assert recall is not None
+                stream_NE = layer.attention.added_to(stream_NE, normed_NE, recall, eps=self._eps)
+            else:
+                stream_NE = self._attended(stream_NE, normed_NE, layer.attention, attend, rope)
             normed_NE = self._norm(stream_NE, layer.post_norm_E)
             if isinstance(layer.mlp, Mlp):
                 stream_NE = layer.mlp.added_to(stream_NE, normed_NE)
@@ -296,27 +338,54 @@ class EngineModel:
                 stream_NE.index_add_(0, pictures.rows_R, pictures.features.deepstack[index])
         return stream_NE, experts_NLk
 
-    def _rotate(self, qkv_NHD: Tensor, norm_HD: Tensor | None, cos_N1D: Tensor, sin_N1D: Tensor) -> None:
-        """Rotate the heads of queries and keys in place, after normalizing them in families that do so."""
-        rotated_heads = self.heads + self.kv_heads
-        if self._kernels is not None:
-            if norm_HD is not None:
-                self._kernels.norm_heads(qkv_NHD, norm_HD, self._eps)
-            self._kernels.rotate(qkv_NHD, rotated_heads, cos_N1D, sin_N1D)
+    def _attended(
+        self,
+        stream_NE: Tensor,
+        normed_NE: Tensor,
+        attention: GroupedAttention,
+        attend: Callable[[int, Tensor], Tensor],
+        rope: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Return stream + attention(normed)."""
+        qkv_NHD = attention.qkv(normed_NE).view(len(normed_NE), -1, self.head_dim)
+        if not attention.gated:
+            self._rotate(qkv_NHD, attention.qk_norm_HD, *rope)
+            return attention.o.added_to(stream_NE, attend(attention.index, qkv_NHD))
+        queries_NHD, kv_NHD = qkv_NHD[:, : 2 * self.heads], qkv_NHD[:, 2 * self.heads :]
+        qkv_NHD = torch.cat((queries_NHD[:, ::2], kv_NHD), 1)
+        self._rotate(qkv_NHD, attention.qk_norm_HD, *rope)
+        gate_NX = queries_NHD[:, 1::2].flatten(1).sigmoid()
+        return attention.o.added_to(stream_NE, attend(attention.index, qkv_NHD) * gate_NX)
+
+    def _rotate(self, qkv_NHD: Tensor, norm_HD: Tensor | None, cos_N1R: Tensor, sin_N1R: Tensor) -> None:
+        """Rotate R dimensions of the heads of queries and keys in place, after normalizing them in some families."""
+        qk_NHD, rotated = qkv_NHD[:, : self.heads + self.kv_heads], cos_N1R.shape[-1]
+        if norm_HD is not None and self._kernels is not None:
+            self._kernels.norm_heads(qkv_NHD, norm_HD, self._eps, self.weights.norm_offset)
+        elif norm_HD is not None:
+            qk_NHD.copy_(_rms_norm(qk_NHD, norm_HD, self._eps, self.weights.norm_offset))
+        if self._kernels is not None and rotated % 16 == 0:
+            self._kernels.rotate(qkv_NHD, qk_NHD.shape[1], cos_N1R, sin_N1R)
             return
-        qk_NHD = qkv_NHD[:, :rotated_heads]
-        if norm_HD is not None:
-            torch.mul(F.rms_norm(qk_NHD, (self.head_dim,), eps=self._eps), norm_HD, out=qk_NHD)
-        halves_NHD = qk_NHD.roll(self.head_dim // 2, -1)
-        qk_NHD.mul_(cos_N1D).addcmul_(halves_NHD, sin_N1D)
+        qk_NHR = qk_NHD[..., :rotated]
+        halves_NHR = qk_NHR.roll(rotated // 2, -1)
+        qk_NHR.mul_(cos_N1R).addcmul_(halves_NHR, sin_N1R)
 
     def _logits(self, stream_BE: Tensor) -> Tensor:
         return self.weights.head(self._norm(stream_BE, self.weights.norm_E))
 
     def _norm(self, stream_NE: Tensor, weight_E: Tensor) -> Tensor:
         if self._kernels is not None:
-            return self._kernels.rms_norm(stream_NE, weight_E, self._eps)
-        return F.rms_norm(stream_NE, weight_E.shape, weight_E, self._eps)
+            return self._kernels.rms_norm(stream_NE, weight_E, self._eps, self.weights.norm_offset)
+        return _rms_norm(stream_NE, weight_E, self._eps, self.weights.norm_offset)
+
+
+def _rms_norm(rows: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """Return rows / rms(rows) * (weight + offset), where the last dimension is normalized."""
+    if not offset:
+        return F.rms_norm(rows, rows.shape[-1:], eps=eps) * weight
+    # In float32, because the sum would round the weight.
+    return (F.rms_norm(rows.float(), rows.shape[-1:], eps=eps) * (weight.float() + offset)).to(rows.dtype)
 
 
 def embedded_families() -> tuple[str, ...]:

@@ -22,9 +22,9 @@ SOURCE = Path(__file__).parent / "kernels" / "kernels.c"
 DTYPES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 
 _SIGNATURES = {
-    "rms_norm": [*[POINTER] * 3, *[LONG] * 2, FLOAT],
-    "norm_heads": [*[POINTER] * 2, *[LONG] * 4, FLOAT],
-    "rotate": [*[POINTER] * 3, *[LONG] * 4],
+    "rms_norm": [*[POINTER] * 3, *[LONG] * 2, *[FLOAT] * 2],
+    "norm_heads": [*[POINTER] * 2, *[LONG] * 4, *[FLOAT] * 2],
+    "rotate": [*[POINTER] * 3, *[LONG] * 5],
     "silu_product": [*[POINTER] * 2, *[LONG] * 2],
     "attend": [*[POINTER] * 6, FLOAT, *[LONG] * 8],
     "pack": [POINTER, LONG, POINTER, *[LONG] * 5],
@@ -100,24 +100,28 @@ class Kernels:
         self._input_dtype = dtype if input_size == dtype.itemsize else torch.float32
         self.multiplies = bool(multiplies)
 
-    def rms_norm(self, rows_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        """Return rows / rms(rows) * weight."""
+    def rms_norm(self, rows_NE: Tensor, weight_E: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """Return rows / rms(rows) * (weight + offset)."""
         rows, width = rows_NE.shape
         out_NE = torch.empty_like(rows_NE)
-        self._library.rms_norm(rows_NE.data_ptr(), weight_E.data_ptr(), out_NE.data_ptr(), rows, width, eps)
+        self._library.rms_norm(rows_NE.data_ptr(), weight_E.data_ptr(), out_NE.data_ptr(), rows, width, eps, offset)
         return out_NE
 
-    def norm_heads(self, qkv_NHD: Tensor, weight_HD: Tensor, eps: float) -> None:
+    def norm_heads(self, qkv_NHD: Tensor, weight_HD: Tensor, eps: float, offset: float = 0.0) -> None:
         """Normalize in place the first heads of every row, one for each head of the weight."""
         rows, heads, head_dim = qkv_NHD.shape
         self._library.norm_heads(
-            qkv_NHD.data_ptr(), weight_HD.data_ptr(), rows, weight_HD.shape[0], heads, head_dim, eps
+            qkv_NHD.data_ptr(), weight_HD.data_ptr(), rows, weight_HD.shape[0], heads, head_dim, eps, offset
         )
 
-    def rotate(self, qkv_NHD: Tensor, rotated: int, cos_N1D: Tensor, sin_N1D: Tensor) -> None:
-        """Rotate in place the first `rotated` heads of every row. The first half of the sines is negated."""
+    def rotate(self, qkv_NHD: Tensor, rotated: int, cos_N1R: Tensor, sin_N1R: Tensor) -> None:
+        """Rotate in place the first `rotated` heads of every row. The first half of the sines is negated.
+
+        Only the first R dimensions of a head rotate. R is a multiple of 16.
+        """
         rows, heads, head_dim = qkv_NHD.shape
-        self._library.rotate(qkv_NHD.data_ptr(), cos_N1D.data_ptr(), sin_N1D.data_ptr(), rows, rotated, heads, head_dim)
+        cos, sin, width = cos_N1R.data_ptr(), sin_N1R.data_ptr(), cos_N1R.shape[-1]
+        self._library.rotate(qkv_NHD.data_ptr(), cos, sin, rows, rotated, heads, head_dim, width)
 
     def silu_product(self, rows_NI: Tensor) -> Tensor:
         """Return silu(first half of each row) * second half."""

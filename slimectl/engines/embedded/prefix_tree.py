@@ -1,5 +1,7 @@
 """A radix tree of computed keys and values, so that prompts reuse the start of earlier prompts and responses.
 
+In a model with delta nets, a prompt can start only where their state was kept: after an earlier prompt or response.
+
 L layers · K key-value heads · T tokens · D head dimension · k experts per token.
 """
 
@@ -11,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from slimectl.engines.embedded.states import State
 
 MIN_TOKENS = 16
 """Shorter matches are recomputed, and shorter additions are not stored, because computing them is as fast."""
@@ -29,8 +33,8 @@ SHARED_BYTES = 1 << 20
 class Node:
     """Tokens that follow the parent's tokens, with their keys and values [L, 2, K, T, D] and optional experts.
 
-    `end` is the position after the last token. A node with `users` or children is never evicted. A detached node has
-    left the tree, and its last user frees it.
+    `end` is the position after the last token, and `state` the state of delta nets there, if it was kept. A node with
+    `users` or children is never evicted. A detached node has left the tree, and its last user frees it.
     """
 
     tokens: tuple[int, ...]
@@ -38,6 +42,7 @@ class Node:
     end: int
     parent: Node | None
     experts_TLk: Tensor | None = None
+    state: State | None = None
     children: dict[int, Node] = field(default_factory=dict)
     users: int = 0
     detached: bool = False
@@ -48,7 +53,8 @@ class Node:
 
     @property
     def bytes(self) -> int:
-        return self.keys_values.nbytes + (0 if self.experts_TLk is None else self.experts_TLk.nbytes)
+        parts = (self.keys_values, self.experts_TLk, self.state)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def path(self, start: int = 0) -> list[Node]:
         """Return the nodes from position `start` to this one. A node must begin at `start`."""
@@ -61,13 +67,18 @@ class Node:
 
 
 class PrefixTree:
-    """Nodes by their tokens, limited to `capacity` bytes. The least recently used nodes are evicted first."""
+    """Nodes by their tokens, limited to `capacity` bytes. The least recently used nodes are evicted first.
 
-    def __init__(self, *, capacity: int, token_bytes: int, layers: int) -> None:
+    `state_bytes` is the size of a state of delta nets, or 0 in a model without them. The states of nodes that cannot be
+    evicted may be dropped.
+    """
+
+    def __init__(self, *, capacity: int, token_bytes: int, layers: int, state_bytes: int = 0) -> None:
         self.bytes = 0
         self.capacity = capacity
         self._token_bytes = token_bytes
         self._layers = layers
+        self._state_bytes = state_bytes
         self._roots: dict[int, Node] = {}
         self._recent: dict[Node, None] = {}  # least recently used first, descendants before their ancestors
 
@@ -75,13 +86,13 @@ class PrefixTree:
         return len(self._recent)
 
     def matched(self, tokens: tuple[int, ...]) -> int:
-        """Return how many leading tokens the tree has, or 0 if they are too few to reuse."""
-        _, length = self._walk(tokens)
+        """Return how many leading tokens a prompt can take from the tree, or 0 if they are too few."""
+        _, length = self._reusable(tokens)
         return length if length >= MIN_TOKENS else 0
 
     def match(self, tokens: tuple[int, ...]) -> Node | None:
-        """Return the last node of the longest stored prefix of `tokens`, or None if it is too short."""
-        node, length = self._walk(tokens)
+        """Return the last node of the longest reusable prefix of `tokens`, or None if it is too short."""
+        node, length = self._reusable(tokens)
         if node is None or length < MIN_TOKENS:
             return None
         node = self._split(node, length)
@@ -93,21 +104,25 @@ class PrefixTree:
         tokens: tuple[int, ...],
         keys_values: Callable[[int], Tensor],
         experts: Callable[[int], Tensor | None] = lambda position: None,
+        state: Callable[[], State | None] = lambda: None,
     ) -> Node | None:
         """Store the part of `tokens` that is not in the tree. Return None if it is too short or does not fit.
 
         `keys_values(position)` returns a new tensor [L, 2, K, T, D] for the tokens from this position on, and
-        `experts(position)` likewise [T, L, k].
+        `experts(position)` likewise [T, L, k]. `state()` returns the state after the tokens.
         """
         node, length = self._walk(tokens)
-        missing = len(tokens) - length
-        if node is not None and not missing:
-            node = self._split(node, length)
-        elif missing < MIN_TOKENS or not self._make_room(missing * self._token_bytes, keep=node):
+        missing, new = len(tokens) - length, len(tokens) - self._reusable(tokens)[1]
+        size = missing * self._token_bytes + (self._state_bytes if new else 0)
+        fits = new >= MIN_TOKENS and self._make_room(size, keep=node)
+        if not fits and (node is None or missing):
             return None
-        else:
-            node = None if node is None else self._split(node, length)
+        node = None if node is None else self._split(node, length)
+        if node is None or missing:
             node = self._append(node, tokens[length:], keys_values(length), experts(length))
+        if fits and (kept := state()) is not None:
+            node.state = kept
+            self.bytes += kept.nbytes
         self._touch(node)
         return node
 
@@ -140,6 +155,7 @@ class PrefixTree:
         self._roots = {}
         for node in list(self._recent):
             node.detached = True
+            self._drop_state(node)
             if _is_free(node):
                 self._remove(node)
 
@@ -153,8 +169,20 @@ class PrefixTree:
                 break
         return node, length
 
+    def _reusable(self, tokens: tuple[int, ...]) -> tuple[Node | None, int]:
+        """Return the last node of the prefix of `tokens` that a prompt can start with, and the prefix length."""
+        node, length = self._walk(tokens)
+        if self._state_bytes:
+            while node is not None and (node.end > length or node.state is None):
+                node = node.parent
+            length = 0 if node is None else node.end
+        return node, length
+
     def _split(self, node: Node, position: int) -> Node:
-        """Split `node` at a position and return the node that ends there. Users of `node` keep both parts."""
+        """Split `node` at a position and return the node that ends there. Users of `node` keep both parts.
+
+        A state stays with the lower part.
+        """
         if position == node.end:
             return node
         at = position - node.start
@@ -173,7 +201,8 @@ class PrefixTree:
         self, node: Node | None, tokens: tuple[int, ...], keys_values: Tensor, experts_TLk: Tensor | None
     ) -> Node:
         self.bytes += keys_values.nbytes + (0 if experts_TLk is None else experts_TLk.nbytes)
-        if node is not None and _is_free(node) and len(node.tokens) <= MERGE_RATIO * len(tokens):
+        is_longer = node is not None and len(node.tokens) > MERGE_RATIO * len(tokens)
+        if node is not None and _is_free(node) and node.state is None and not is_longer:
             node.keys_values = torch.cat((node.keys_values, keys_values), 3)
             if node.experts_TLk is not None and experts_TLk is not None:
                 node.experts_TLk = torch.cat((node.experts_TLk, experts_TLk))
@@ -193,9 +222,16 @@ class PrefixTree:
             for node in list(self._recent):
                 if node is not keep and _is_free(node):
                     self._remove(node)
+                elif node is not keep:
+                    self._drop_state(node)
                 if self.bytes + size <= self.capacity:
                     return True
         return self.bytes + size <= self.capacity
+
+    def _drop_state(self, node: Node) -> None:
+        if node.state is not None:
+            self.bytes -= node.state.nbytes
+            node.state = None
 
     def _remove(self, node: Node) -> None:
         siblings = self._siblings(node)

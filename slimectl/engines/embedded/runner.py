@@ -70,6 +70,7 @@ class Runner:
         if not math.isfinite(sum(log_probs)):
             self._fail_rows(logits_BV, log_probs, batch, weight_version)
         for sequence, token, log_prob, top in zip(batch.sequences, tokens_B.tolist(), log_probs, tops, strict=True):
+            sequence.computed = sequence.length
             if not sequence.finish:  # else it was aborted, and its response has been delivered
                 try:
                     sequence.append(token, log_prob, weight_version, top)
@@ -172,7 +173,9 @@ class Runner:
         start, node = prefix.offset, prefix.node
         self.tree.release(node)
         if self._is_reusable(prompt):
-            node = self.tree.insert(prompt, lambda position: prefix.tail(position - start), prefix.experts_from)
+            node = self.tree.insert(
+                prompt, lambda position: prefix.tail(position - start), prefix.experts_from, lambda: prefix.state
+            )
         if node is not None and node.end == len(prompt):
             prefix.node, prefix.keys_values = node, prefix.keys_values[:, :, :, :0]
         if self.scheduler.awaits(prompt):
@@ -196,6 +199,7 @@ class Runner:
             for node in [] if prefix.node is None else prefix.node.path(offset):
                 self._cache.put(slot, count, node.keys_values, at=node.start - offset)
             self._cache.put(slot, count, prefix.keys_values, at=prefix.offset - offset)
+            self._cache.put_state(slot, count, prefix.state)
             slot += count
             logits += [prefix.logits_V] * count
             for i, sequence in enumerate(siblings):
@@ -225,16 +229,16 @@ class Runner:
         return finished
 
     def _keep(self, slot: int, sequence: RunningSequence) -> None:
-        """Store a finished sequence in the prefix tree, except for its last token, which was never computed."""
+        """Store a finished sequence in the prefix tree, except for a last token that was not computed."""
         offset = sequence.offset
         self._release(sequence)
         if sequence.reusable:
-            tokens = (*sequence.prompt, *sequence.tokens[:-1])
-            tokens = tokens[: int(min(len(tokens), self.model.reusable_tokens))]
+            count = int(min(sequence.computed, self.model.reusable_tokens))
             self.tree.insert(
-                tokens,
-                lambda start: self._cache.copy(slot, start - offset, len(tokens) - offset),
-                lambda start: sequence.experts_between(start, len(tokens)),
+                (*sequence.prompt, *sequence.tokens)[:count],
+                lambda start: self._cache.copy(slot, start - offset, count - offset),
+                lambda start: sequence.experts_between(start, count),
+                lambda: self._cache.state(slot) if count == sequence.computed else None,
             )
 
     def _release(self, sequence: RunningSequence) -> None:

@@ -34,10 +34,10 @@ class RunningSequence:
     then has 0 for tokens that it forced. `top` has the `top_count` likeliest tokens at the position of each token.
 
     The sequence reads the prefix tree up to `shared`, and its slot has the later tokens. `reusable` is true if all its
-    keys and values come from the current weights. `images` are the prompt's images. The prompt has their ids in place
-    of their tokens, and `rope_shift` is added to later rotary positions. `experts` has the experts of the computed
-    tokens, in parts of [T, L, k]. A token that is recomputed keeps its first experts. The response includes them if
-    `reports_experts` is true.
+    keys and values come from the current weights. `computed` counts the tokens that the model has read. `images` are
+    the prompt's images. The prompt has their ids in place of their tokens, and `rope_shift` is added to later rotary
+    positions. `experts` has the experts of the computed tokens, in parts of [T, L, k]. A token that is recomputed keeps
+    its first experts. The response includes them if `reports_experts` is true.
     """
 
     prompt: tuple[int, ...]
@@ -61,6 +61,7 @@ class RunningSequence:
     prefix: tuple[int, ...] = ()
     shared: Node | None = None
     reusable: bool = False
+    computed: int = 0
     experts: list[Tensor] = field(default_factory=list)
     reports_experts: bool = False
     images: tuple[Patches, ...] = ()

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from slimectl.architectures.config_checks import OTHER_MODEL
 from slimectl.architectures.family import DECODER, TOWER, Family, is_on
+from slimectl.architectures.qwen_next import sizes
+from slimectl.engines.embedded.delta_net import DeltaNet
 from slimectl.engines.embedded.linear import Linear, Storage
-from slimectl.engines.embedded.mlp import Experts, Mlp
+from slimectl.engines.embedded.mlp import Experts, Mlp, SharedExpert
 from slimectl.engines.embedded.pictures import new_tower
 from slimectl.errors import CheckpointError
 
@@ -26,29 +28,42 @@ BLOCK_ROWS = 64
 """A matrix is read in blocks of about BLOCK_BYTES and of a multiple of BLOCK_ROWS rows."""
 
 
-@dataclass(slots=True)
-class Layer:
-    """The weights of one block.
+@dataclass(frozen=True, slots=True)
+class GroupedAttention:
+    """The weights of grouped-query attention. `index` is its place in the cache of keys and values.
 
-    `qk_norm_HD` repeats the query norm for every query head, then the key norm likewise.
+    `qk_norm_HD` repeats the query norm for every query head, then the key norm likewise. If `gated`, the projection of
+    a query head includes a gate of its output.
     """
 
-    input_norm_E: Tensor
+    index: int
     qkv: Linear
     qk_norm_HD: Tensor | None
     o: Linear
+    gated: bool = False
+
+
+@dataclass(slots=True)
+class Layer:
+    """The weights of one block."""
+
+    input_norm_E: Tensor
+    attention: GroupedAttention | DeltaNet
     post_norm_E: Tensor
     mlp: Mlp | Experts
 
     @property
     def addresses(self) -> list[int] | None:
-        """Addresses for `Block` in kernels.c, or None unless the block is dense and the kernels compute it."""
-        if not isinstance(self.mlp, Mlp):
+        """Addresses for `Block` in kernels.c, or None unless the block is plain and the kernels compute it."""
+        attention = self.attention
+        if not isinstance(self.mlp, Mlp) or isinstance(attention, DeltaNet) or attention.gated:
             return None
-        qkv, o, gate_up, down = (each.addresses for each in (self.qkv, self.o, self.mlp.gate_up, self.mlp.down))
+        qkv, o, gate_up, down = (
+            each.addresses for each in (attention.qkv, attention.o, self.mlp.gate_up, self.mlp.down)
+        )
         if qkv is None or o is None or gate_up is None or down is None:
             return None
-        qk_norm = 0 if self.qk_norm_HD is None else self.qk_norm_HD.data_ptr()
+        qk_norm = 0 if attention.qk_norm_HD is None else attention.qk_norm_HD.data_ptr()
         norms = self.input_norm_E.data_ptr(), self.post_norm_E.data_ptr()
         return [norms[0], *qkv, qk_norm, *o, norms[1], *gate_up, *down]
 
@@ -139,13 +154,19 @@ class Weights:
 
     def __init__(self, config: Any, family: Family, storage: Storage, *, head_dim: int) -> None:
         self.tied = bool(config.tie_word_embeddings)
-        vision = getattr(config, "vision_config", None)
         self._family = family
-        decoder = "model." if vision is None else self.published_name(DECODER)
-        self.tower = None if vision is None else new_tower(config, dtype=storage.dtype, device=storage.device)
-        self._config = config = config.get_text_config()
+        text_config = config.get_text_config()
+        decoder = "model." if text_config is config else self.published_name(DECODER)
+        sees = family.tower is not None and getattr(config, "vision_config", None) is not None
+        self.tower = new_tower(config, dtype=storage.dtype, device=storage.device) if sees else None
+        self._config = config = text_config
         self._values: dict[str, Any] = config.to_dict()
         self._sparse = family.expert_layers(self._values)
+        fields = {} if family.attention is None else family.attention.fields(self._values)
+        self._gated = bool(fields.get("attention_output_gate"))
+        self._linear_layers = fields.get("linear_attention_freq", [])
+        self.norm_offset = 1.0 if family.offset_norms else 0.0
+        """What is added to the weights of the norms, except those of delta nets."""
         self._head_dim = head_dim
         self.storage = storage
         self.places: dict[str, TensorSlot] = {}
@@ -153,6 +174,7 @@ class Weights:
         self._embedding = embedding = f"{decoder}embed_tokens.weight"
         self._embedding_VE = None if self.tied else self._tensor(embedding, vocabulary, hidden)
         self.layers = [self._layer(i, f"{decoder}layers.{i}.") for i in range(config.num_hidden_layers)]
+        self.delta_nets = [layer.attention for layer in self.layers if isinstance(layer.attention, DeltaNet)]
         self.norm_E = self._tensor(f"{decoder}norm.weight", hidden)
         if self.tower is not None:
             for name, parameter in self.tower.named_parameters():
@@ -176,6 +198,8 @@ class Weights:
         name = self.published_name(name)
         tied_head = self.tied and name == "lm_head.weight"
         place = self.places.get(self._embedding if tied_head else name)
+        if place is None and self._family.carries(name):
+            return None
         if place is None:
             model_type = self._config.model_type
             raise CheckpointError(f"weights: {name} is not part of this {model_type} model. {OTHER_MODEL}")
@@ -233,24 +257,57 @@ class Weights:
         return linear
 
     def _layer(self, index: int, prefix: str) -> Layer:
-        config, attention = self._config, f"{prefix}self_attn."
-        hidden = config.hidden_size
-        heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
-        widths = {f"{attention}{kind}_proj": count * self._head_dim for kind, count in heads.items()}
-        family, values = self._family, self._values
+        hidden = self._config.hidden_size
+        is_linear = bool(self._linear_layers and self._linear_layers[index])
         return Layer(
             input_norm_E=self._tensor(f"{prefix}input_layernorm.weight", hidden),
-            qkv=self._linear(hidden, widths, bias=is_on(family.qkv_bias, values)),
-            qk_norm_HD=self._qk_norm(attention, heads["q"], heads["k"]) if is_on(family.qk_norm, values) else None,
-            o=self._linear(
-                heads["q"] * self._head_dim, {f"{attention}o_proj": hidden}, bias=is_on(family.output_bias, values)
-            ),
+            attention=self._delta_net(index, prefix) if is_linear else self._attention(index, prefix),
             post_norm_E=self._tensor(f"{prefix}post_attention_layernorm.weight", hidden),
             mlp=self._experts(prefix) if self._sparse[index] else self._mlp(f"{prefix}mlp."),
         )
 
-    def _mlp(self, prefix: str) -> Mlp:
-        hidden, inner = self._config.hidden_size, self._config.intermediate_size
+    def _attention(self, index: int, prefix: str) -> GroupedAttention:
+        config, family, values, prefix = self._config, self._family, self._values, f"{prefix}self_attn."
+        hidden, queries, keys = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        heads = {"q": 2 * queries if self._gated else queries, "k": keys, "v": keys}
+        widths = {f"{prefix}{kind}_proj": count * self._head_dim for kind, count in heads.items()}
+        output = {f"{prefix}o_proj": hidden}
+        return GroupedAttention(
+            index=index - sum(self._linear_layers[:index]),
+            qkv=self._linear(hidden, widths, bias=is_on(family.qkv_bias, values)),
+            qk_norm_HD=self._qk_norm(prefix, queries, keys) if is_on(family.qk_norm, values) else None,
+            o=self._linear(queries * self._head_dim, output, bias=is_on(family.output_bias, values)),
+            gated=self._gated,
+        )
+
+    def _delta_net(self, index: int, prefix: str) -> DeltaNet:
+        """Create a delta net from the family's links to Megatron's, which has the projections in the engine's order."""
+        assert self._family.attention is not None
+        all_links = self._family.attention.links(self._values, index, "", prefix.removesuffix("."))
+        links = {link.megatron.removeprefix(".self_attention."): link for link in all_links}
+        projection, out = links.pop("in_proj.weight"), links.pop("out_proj.weight")
+        rows = {
+            name.removesuffix(".weight"): shape[0] for name, shape in zip(projection.hf, projection.shapes, strict=True)
+        }
+        order_O = projection.join.whole(torch.arange(sum(rows.values())).split(list(rows.values())))
+        is_ordered = torch.equal(order_O, torch.arange(len(order_O)))
+        kernel, decay_log, decay_bias, norm = (
+            self._tensor(links[name].hf[0], *links[name].shapes[0])
+            for name in ("conv1d.weight", "A_log", "dt_bias", "out_norm.weight")
+        )
+        return DeltaNet(
+            sizes(self._values),
+            self._linear(self._config.hidden_size, rows),
+            None if is_ordered else order_O.to(self.storage.device),
+            kernel,
+            decay_log,
+            decay_bias,
+            norm,
+            out=self._linear(out.shapes[0][1], {out.hf[0].removesuffix(".weight"): out.shapes[0][0]}),
+        )
+
+    def _mlp(self, prefix: str, width: int | None = None) -> Mlp:
+        hidden, inner = self._config.hidden_size, width or self._config.intermediate_size
         biased = is_on(self._family.mlp_bias, self._values)
         return Mlp(
             gate_up=self._linear(
@@ -272,7 +329,19 @@ class Weights:
             for name, view in zip(experts.names, views, strict=True):
                 self.places[f"{prefix}experts.{expert}.{name}.weight"] = TensorSlot(tuple(view.shape), view)
         gate_EH = self._tensor(f"{prefix}gate.weight", count, hidden)
-        return Experts(gate_EH, gate_up_EIH, down_EHF, values["num_experts_per_tok"], is_on(experts.normalizes, values))
+        normalizes = is_on(experts.normalizes, values)
+        shared = self._shared_expert(prefix)
+        return Experts(gate_EH, gate_up_EIH, down_EHF, values["num_experts_per_tok"], normalizes, shared)
+
+    def _shared_expert(self, prefix: str) -> SharedExpert | None:
+        assert self._family.experts is not None
+        shared = self._family.experts.shared
+        width = 0 if shared is None else shared.width(self._values)
+        if shared is None or not width:
+            return None
+        mlp = self._mlp(f"{prefix}{shared.name}.", width)
+        gate = f"{prefix}{shared.name}_gate.weight"
+        return SharedExpert(mlp, self._tensor(gate, 1, self._config.hidden_size) if shared.gated else None)
 
     def _qk_norm(self, prefix: str, queries: int, keys: int) -> Tensor:
         """Create one table of both norms by head. Writing a [D] tensor to a view repeats it for every head."""

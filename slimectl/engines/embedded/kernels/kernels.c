@@ -27,13 +27,13 @@ void decode(const Block *block, const Sizes *size, ELEMENT *stream, ELEMENT *cac
     ELEMENT *normed = rows, *qkv = normed + N * E, *attended = qkv + N * heads * D, *inner = attended + N * H * D;
     float scale = 1 / __builtin_sqrtf(D);
     for (long i = 0; i < size->blocks; i++, block++, cache += size->next_at) {
-        rms_norm(stream, block->input_norm, normed, N, E, eps);
+        rms_norm(stream, block->input_norm, normed, N, E, eps, 0);
         product(inputs_of(normed, scratch, N * E), block->qkv, block->qkv_bias, 0, qkv, N, E, heads * D, 0, threads);
-        if (block->qk_norm) norm_heads(qkv, block->qk_norm, N, rotated, heads, D, eps);
-        rotate(qkv, cosines, sines, N, rotated, heads, D);
+        if (block->qk_norm) norm_heads(qkv, block->qk_norm, N, rotated, heads, D, eps, 0);
+        rotate(qkv, cosines, sines, N, rotated, heads, D, D);
         attend(qkv, cache, positions, shared, attended, scratch, scale, i, N, H, K, D, size->T, size->values_at, threads);
         product(inputs_of(attended, scratch, N * H * D), block->o, block->o_bias, stream, stream, N, H * D, E, 0, threads);
-        rms_norm(stream, block->post_norm, normed, N, E, eps);
+        rms_norm(stream, block->post_norm, normed, N, E, eps, 0);
         product(inputs_of(normed, scratch, N * E), block->gate_up, block->gate_up_bias, 0, inner, N, E, 2 * F, 1, threads);
         product(inputs_of(inner, scratch, N * F), block->down, block->down_bias, stream, stream, N, F, E, 0, threads);
     }
