@@ -37,6 +37,8 @@ TEMPLATE_SETTING = "rollout.apply_chat_template_kwargs"
 DATE = "strftime_now"
 """Function with which templates print the date. transformers' version reads the clock. An argument of this name,
 YYYY-MM-DD, replaces it."""
+DIRECTIVES = "aAbBcdDeFGhHIjmMnpSuUVwWxXyY"
+"""Letters after % in the format of a date."""
 OPEN = "q0open0q"
 """Stand-in at the end of a thought that is not finished."""
 REMEDY = "Leave it out, or put a chat_template.jinja that shows it in the model's folder."
@@ -50,18 +52,20 @@ MAX_FORMS = 4096
 """Number of chat shapes cached per tokenizer."""
 
 
-@dataclass(frozen=True)
-class PinnedDate:
-    """The template function `strftime_now`, fixed to one day.
+def with_date(source: str, day: str) -> str:
+    """Return a template whose `strftime_now` is a macro that prints one day, YYYY-MM-DD.
 
-    >>> PinnedDate("2026-11-27")("%d %b %Y")
-    '27 Nov 2026'
+    transformers 5.24 accepts no function as an argument of a template.
+
+    >>> import jinja2
+    >>> jinja2.Template(with_date('{{ strftime_now("%-d %b %Y") }}', "2026-11-07"), trim_blocks=True).render()
+    '7 Nov 2026'
     """
-
-    day: str
-
-    def __call__(self, form: str) -> str:
-        return datetime.datetime.fromisoformat(self.day).strftime(form)
+    date = datetime.datetime.fromisoformat(day)
+    forms = [f"%{flag}{letter}" for flag in ("", "-") for letter in DIRECTIVES]
+    filters = "".join(f" | replace({form!r}, {date.strftime(form)!r})" for form in forms)
+    # transformers drops the newline after a block.
+    return f"{{% macro {DATE}(form) %}}{{{{ form{filters} }}}}{{% endmacro %}}\n{source}"
 
 
 @dataclass(frozen=True)
@@ -154,9 +158,9 @@ class Template:
         for name in kwargs or ():
             _check_argument(name, self._reading.identifiers)
         arguments = {key: value for key, value in (kwargs or {}).items() if value is not None}
-        if isinstance(day := arguments.get(DATE), str):
-            arguments[DATE] = PinnedDate(day)
         self._arguments = {**arguments, "tools": self.tools, "tokenize": False}
+        if isinstance(day := self._arguments.pop(DATE, None), str):
+            self._arguments["chat_template"] = with_date(self._source, day)
         self._key = (self._source, repr(sorted(arguments.items())), _tool_names(self.tools))
 
     def fit(self, chat: Chat, *, taught: bool = False) -> Chat:
@@ -188,11 +192,24 @@ class Template:
         """
         arguments = {**self._arguments, "continue_final_message": True} if continued else self._arguments
         try:
-            text: str = self._tokenizer.apply_chat_template(chat, add_generation_prompt=header, **arguments)
+            return self._rendered(chat, {**arguments, "add_generation_prompt": header})
         except Exception as error:
             line = first_line(error)
             raise RecordError(f"prompt: the chat template refuses this chat: {line}") from error
-        return text
+
+    def _rendered(self, chat: Chat, arguments: Mapping[str, Any]) -> str:
+        """Render a chat with arguments of `apply_chat_template`.
+
+        From transformers 5.24 on that method drops contents that are null, but templates of DeepSeek show calls only
+        beside one. The function that it calls keeps them.
+        """
+        if not any(message["content"] is None for message in chat):
+            return str(self._tokenizer.apply_chat_template(chat, **arguments))
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options = {"chat_template": self._source, **self._tokenizer.special_tokens_map, **arguments}
+        del options["tokenize"]
+        return str(render_jinja_template([chat], **options)[0][0])
 
     def prompt_text(self, chat: Chat) -> str:
         """Render a chat as a prompt. If its last message is the assistant's, the model continues that message."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from slimectl.types import Chat
 
+DAY = datetime(2026, 1, 2)
 FOLDER = Path(__file__).parent
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -117,7 +118,7 @@ class Family:
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """Template arguments that set the date."""
-        return {"strftime_now": datetime(2026, 1, 2).strftime} if self.date else {}
+        return {"strftime_now": DAY.date().isoformat()} if self.date else {}
 
     @property
     def conversation(self) -> Chat:
@@ -196,17 +197,13 @@ def tokenizer(name: str) -> Any:
 
 
 def rendered(name: str, chat: Chat, *, tools: bool = False, header: bool = False, **kwargs: Any) -> str:
-    """Render a chat by transformers."""
-    return str(
-        tokenizer(name).apply_chat_template(
-            chat,
-            tools=[TOOL] if tools else None,
-            add_generation_prompt=header,
-            tokenize=False,
-            **FAMILIES[name].template_kwargs,
-            **kwargs,
-        )
-    )
+    """Render a chat by transformers' Jinja environment, without what its tokenizers do to messages in some versions."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    values = {"messages": chat, "tools": [TOOL] if tools else None, "add_generation_prompt": header}
+    dates = {"strftime_now": DAY.strftime} if FAMILIES[name].date else {}
+    template = _compile_jinja_template(FAMILIES[name].template)
+    return str(template.render(**tokenizer(name).special_tokens_map, **values, **dates, **kwargs))
 
 
 def build_model(name: str, folder: Path, config: Mapping[str, Any] | None = None) -> Path:

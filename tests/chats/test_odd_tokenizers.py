@@ -182,15 +182,15 @@ def test_tokens_are_those_of_the_file_under_every_class(core: str, class_name: s
 
 
 def test_a_class_that_encodes_text_differently_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    path = folder(tmp_path, byte_level(), tokenizer_class="LlamaTokenizerFast")
+    path = folder(tmp_path, byte_level(), tokenizer_class="CodeLlamaTokenizerFast")
     load_tokenizer(path)
     load_tokenizer(path)
     (line,) = [record.message for record in caplog.records]
-    assert "tokenizer.json encodes text. transformers' LlamaTokenizer, which" in line
+    assert "tokenizer.json encodes text. transformers' CodeLlamaTokenizer, which" in line
 
 
 def test_servers_get_a_configuration_with_which_transformers_reads_the_file(tmp_path: Path):
-    path = folder(tmp_path, byte_level(), tokenizer_class="LlamaTokenizerFast")
+    path = folder(tmp_path, byte_level(), tokenizer_class="CodeLlamaTokenizerFast")
     write(path / "tokenizer_config.json", corrected_config(path))
     by_transformers = AutoTokenizer.from_pretrained(path)
     for text in TEXTS:
