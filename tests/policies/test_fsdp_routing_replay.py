@@ -35,8 +35,9 @@ def softmax_routing(block: Any, hidden_NH: Tensor, experts_Nk: Tensor) -> Tensor
 def sigmoid_routing(block: Any, hidden_NH: Tensor, experts_Nk: Tensor) -> Tensor:
     """The same of GLM 4.5 and DeepSeek: sigmoids, normalized and scaled, without the biases of the choice."""
     weights_Nk = torch.sigmoid(hidden_NH @ block.gate.weight.T).gather(1, experts_Nk)
-    weights_Nk = weights_Nk / weights_Nk.sum(-1, keepdim=True) if block.norm_topk_prob else weights_Nk
-    return weights_Nk * block.routed_scaling_factor
+    router = block if hasattr(block, "norm_topk_prob") else block.gate  # block until transformers 5.18 or so
+    weights_Nk = weights_Nk / weights_Nk.sum(-1, keepdim=True) if router.norm_topk_prob else weights_Nk
+    return weights_Nk * router.routed_scaling_factor
 
 
 def expected_log_probs(folder: Path, row: TrainingSample) -> Tensor:
@@ -46,7 +47,7 @@ def expected_log_probs(folder: Path, row: TrainingSample) -> Tensor:
     experts_ILk = torch.from_numpy(decoded(row.routed_experts).astype("int64"))
     for i, layer in enumerate(model.model.layers):
         if hasattr(layer.mlp, "experts"):
-            routing = sigmoid_routing if hasattr(layer.mlp, "route_tokens_to_experts") else softmax_routing
+            routing = sigmoid_routing if hasattr(layer.mlp.gate, "e_score_correction_bias") else softmax_routing
             call = layer.mlp.experts.forward
 
             def forced(
