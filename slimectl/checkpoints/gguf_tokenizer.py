@@ -91,10 +91,10 @@ def _byte_level_bpe(vocabulary: Vocabulary) -> Any:
             f"{vocabulary.path}: the pre-tokenizer {pre!r} is not supported, only {', '.join(KNOWN)}. Convert from the "
             "model's original checkpoint instead."
         )
-    pairs = [tuple(merge.split(" ")) for merge in vocabulary.read("merges")]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.read("merges"))]
     core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(vocabulary.tokens)}, merges=pairs))
     if pre in SPLITS:
-        first = [pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated")]
+        first: list[Any] = [pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated")]
     else:
         first = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in SPLITS)
