@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimectl.checkpoints.quantization_schemes import Fp8Blocks, Fp8Scale, Scheme
+from slimectl.checkpoints.quantization_schemes import Fp8Blocks, Fp8Scale, Scheme, WritableScheme
 from slimectl.checkpoints.safetensors_io import TensorSpec
 from slimectl.errors import CheckpointError
 from slimectl.protocols import NamedTensors, Weights
@@ -29,12 +29,13 @@ TABLES = re.compile(r"norm|embed_tokens|pos_embed")
 
 
 HEAD = "lm_head"
+PACKED = (torch.float8_e4m3fn, torch.int32, torch.uint8)
 
 
 class Quantized:
     """Linear layers of `weights`, quantized by `scheme`. Layers in KEPT and other tensors are unchanged."""
 
-    def __init__(self, weights: Weights, scheme: Scheme) -> None:
+    def __init__(self, weights: Weights, scheme: WritableScheme) -> None:
         self._weights = weights
         self._scheme = scheme
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
@@ -92,9 +93,10 @@ class Dequantized:
         first, scale = self._scheme.parts[:2]
         parts_by_weight = {}
         for name, (_, dtype) in forms.items():
-            module, _, part = name.rpartition(".")
-            if part == scale or (part == first and dtype in (torch.float8_e4m3fn, torch.int32)):
-                parts_by_weight[f"{module}.weight"] = {part: f"{module}.{part}" for part in self._scheme.parts}
+            module, _, part = name.rpartition(self._scheme.joint)
+            if part == scale or (part == first and dtype in PACKED):
+                weight = f"{module}{self._scheme.suffix}"
+                parts_by_weight[weight] = {part: f"{module}{self._scheme.joint}{part}" for part in self._scheme.parts}
         for parts in parts_by_weight.values():
             for name in parts.values():
                 if name not in forms:
@@ -103,11 +105,11 @@ class Dequantized:
 
     def forms(self) -> Mapping[str, TensorSpec]:
         inner, parts_by_weight = self._weights.forms(), self._parts_by_weight
-        stored_names = {name for parts in parts_by_weight.values() for name in parts.values()}
+        weight_of = {stored: weight for weight, parts in parts_by_weight.items() for stored in parts.values()}
         forms: dict[str, TensorSpec] = {}
         for name, form in inner.items():
-            weight = name.rpartition(".")[0] + ".weight"
-            if name not in stored_names:
+            weight = weight_of.get(name)
+            if weight is None:
                 forms[name] = form
             elif weight not in forms:
                 parts = {part: inner[stored] for part, stored in parts_by_weight[weight].items()}

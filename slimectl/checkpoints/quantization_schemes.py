@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slimectl.checkpoints.safetensors_io import TensorSpec
-from slimectl.errors import CheckpointError
 
 LARGEST = 448.0
 """The largest number of float8_e4m3fn."""
@@ -30,6 +30,8 @@ class Fp8Blocks:
     columns: int = 128
     powers_of_two: bool = False
     parts = ("weight", "weight_scale_inv")
+    joint = "."
+    suffix = ".weight"
 
     def forms(self, form: TensorSpec) -> dict[str, TensorSpec]:
         """Return the forms of the stored parts of a weight of `form`."""
@@ -84,6 +86,8 @@ class Fp8Scale:
 
     per_row: bool = False
     parts = ("weight", "weight_scale")
+    joint = "."
+    suffix = ".weight"
 
     def forms(self, form: TensorSpec) -> dict[str, TensorSpec]:
         """Return the forms of the stored parts of a weight of `form`."""
@@ -137,6 +141,8 @@ class Int4Groups:
 
     size: int = 128
     parts = ("weight_packed", "weight_scale", "weight_shape")
+    joint = "."
+    suffix = ".weight"
 
     def forms(self, form: TensorSpec) -> dict[str, TensorSpec]:
         """Return the forms of the stored parts of a weight of `form`."""
@@ -193,40 +199,58 @@ class Int4Groups:
 def _compressed_tensors(
     layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None, untouched: Sequence[str]
 ) -> dict[str, Any]:
-    """Build the `quantization_config` that compressed-tensors reads, in transformers, vLLM and SGLang."""
+    """Build the `quantization_config` that compressed-tensors reads, in transformers, vLLM and SGLang.
+
+    Readers compare `ignore` with their modules' names, whose prefixes differ from those of the checkpoint (`visual.` is
+    `model.visual.` in transformers). Patterns match all of them.
+    """
+    ignore = list(dict.fromkeys(map(_pattern, untouched)))
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": list(untouched), "kv_cache_scheme": None,
+        "config_groups": {"group_0": group}, "ignore": ignore, "kv_cache_scheme": None,
     }  # fmt: skip
 
 
-Scheme = Fp8Blocks | Fp8Scale | Int4Groups
+PREFIXES = re.compile(r"^((model|language_model)\.)+")
 
 
-def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
-    """Read the quantization scheme from config.json, or return None. Raises CheckpointError."""
-    quantization = config.get("quantization_config")
-    if not quantization:
-        return None
-    method = quantization.get("quant_method")
-    scales = quantization.get("scale_fmt") or "float"
-    if method == "fp8" and scales in ("float", "ue8m0"):
-        block = quantization.get("weight_block_size")
-        if block is not None and len(block) == 2:
-            return Fp8Blocks(block[0], block[1], powers_of_two=scales == "ue8m0")
-        if block is None and quantization.get("activation_scheme", "dynamic") == "dynamic":
-            return Fp8Scale()
-    if method == "compressed-tensors":
-        groups = [group.get("weights") or {} for group in quantization.get("config_groups", {}).values()]
-        schemes = [(w.get("num_bits"), w.get("type"), w.get("strategy"), w.get("symmetric")) for w in groups]
-        layout = quantization.get("format")
-        if layout == "pack-quantized" and schemes == [(4, "int", "group", True)] and not groups[0].get("actorder"):
-            return Int4Groups(groups[0]["group_size"])
-        if layout == "float-quantized" and schemes in [[(8, "float", kind, True)] for kind in ("tensor", "channel")]:
-            return Fp8Scale(per_row=schemes[0][2] == "channel")
-    layout = quantization.get("format") or quantization.get("fmt") or "plain"
-    raise CheckpointError(
-        f"config.json: weights quantized as {method or 'unknown'} ({layout}) are not supported."
-        " Supported: fp8 with weight_block_size or one scale per matrix, compressed-tensors' fp8 and symmetric int4."
-    )
+def _pattern(name: str) -> str:
+    """Return what matches a layer's name with any prefix and layer number. A top-level name is its own pattern.
+
+    >>> print(_pattern("model.layers.3.mlp.gate"))
+    re:(.*\\.)?layers\\.\\d+\\.mlp\\.gate$
+    """
+    parts = [r"\d+" if part.isdecimal() else re.escape(part) for part in PREFIXES.sub("", name).split(".")]
+    return r"re:(.*\.)?" + r"\.".join(parts) + "$" if len(parts) > 1 else name
+
+
+@dataclass(frozen=True)
+class Mxfp4Experts:
+    """Experts of gpt-oss in MXFP4: a scale, a power of two, for 32 inputs of a row in fp4 (e2m1). They are only read.
+
+    OCP Microscaling Formats 1.0. `NAME_blocks` is [E, R, G, 16] with two numbers in each byte, the first in the lower
+    half. `NAME_scales` is [E, R, G], exponents plus 127. `NAME` is [E, 32 * G, R]: experts, inputs, outputs.
+    """
+
+    parts = ("blocks", "scales")
+    joint = "_"
+    suffix = ""
+
+    def weight_form(self, forms: Mapping[str, TensorSpec], dtype: torch.dtype) -> TensorSpec:
+        experts, rows, groups, _ = forms["blocks"][0]
+        return (experts, 32 * groups, rows), dtype
+
+    def weight(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Dequantize a weight with transformers' function. Raises ValueError if there is not one scale per block."""
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        blocks, scales = parts["blocks"], parts["scales"]
+        if tuple(blocks.shape) != (*scales.shape, 16):
+            raise ValueError(f"scales of shape {list(scales.shape)} for blocks of shape {list(blocks.shape)}")
+        weight: Tensor = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+        return weight
+
+
+WritableScheme = Fp8Blocks | Fp8Scale | Int4Groups
+Scheme = WritableScheme | Mxfp4Experts

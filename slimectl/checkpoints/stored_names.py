@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slimectl.checkpoints.quantization_schemes import scheme_of
+from slimectl.checkpoints.quantization_config import scheme_of
 from slimectl.checkpoints.safetensors_io import TensorSpec
 from slimectl.errors import CheckpointError
 from slimectl.protocols import Weights

@@ -17,7 +17,8 @@ from slimectl.checkpoints.conversion import convert_checkpoint
 from slimectl.checkpoints.conversion.logit_check import _hf_logits
 from slimectl.checkpoints.conversion.reader_check import check_reader
 from slimectl.checkpoints.hf_weights import HFWeights
-from slimectl.checkpoints.quantization_schemes import Fp8Blocks, Int4Groups, scheme_of
+from slimectl.checkpoints.quantization_config import scheme_of
+from slimectl.checkpoints.quantization_schemes import Fp8Blocks, Int4Groups
 from slimectl.data.convert_options import ConvertOptions
 from slimectl.errors import CheckpointError
 
@@ -153,6 +154,17 @@ def test_blocks_that_transformers_cannot_divide_are_named(tmp_path: Path, model_
     )
 
 
+def test_layers_that_readers_name_otherwise_are_matched(tmp_path: Path):
+    """`visual.` on disk is `model.visual.` in transformers, which would expect quantized layers there."""
+    pytest.importorskip("compressed_tensors")
+    source, small = vision_model(tmp_path / "hf", "qwen2_5_vl"), tmp_path / "small"
+    assert "visual.blocks.0.attn.qkv.weight" in load_file(source / "model.safetensors")
+    summary = convert_checkpoint(source, small, ConvertOptions(quantize="fp8_channel"))
+    assert summary["transformers"] == "reads the same weights"
+    config = json.loads((small / "config.json").read_text())["quantization_config"]
+    assert {"lm_head", r"re:(.*\.)?visual\.blocks\.\d+\.attn\.qkv$"} <= set(config["ignore"])
+
+
 def test_a_vision_tower_stays_in_full_precision(tmp_path: Path):
     source, small = vision_model(tmp_path / "hf", "qwen3_vl"), tmp_path / "small"
     convert_checkpoint(source, small, ConvertOptions(quantize="fp8", block=(8, 8), logits=0))
@@ -227,3 +239,42 @@ def test_fused_experts_are_quantized_one_by_one(tmp_path: Path, model_dir: Model
     expected, found = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
+
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of fp4 (e2m1), by their bits."""
+
+
+def test_experts_of_gpt_oss_are_dequantized(tmp_path: Path):
+    """A loop over the bytes is the reference: the low half of a byte first, and 2 ** (scale - 127) for 32 numbers."""
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "gpt_oss", hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, num_local_experts=2, num_experts_per_tok=1, vocab_size=64, pad_token_id=0,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "hf")
+    plain, expected = load_file(tmp_path / "hf" / "model.safetensors"), {}
+    packed = dict(plain)
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in plain if name.endswith(("experts.down_proj", "experts.gate_up_proj"))]:
+        E, inputs, rows = packed.pop(name).shape
+        blocks = torch.randint(256, (E, rows, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(118, 124, (E, rows, inputs // 32), generator=generator, dtype=torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        numbers = [FP4[half] for byte in blocks.flatten().tolist() for half in (byte & 15, byte >> 4)]
+        values = torch.tensor(numbers).view(E, rows, inputs // 32, 32) * 2.0 ** (scales.float()[..., None] - 127)
+        expected[name] = values.view(E, rows, inputs).transpose(1, 2)
+    assert len(expected) == 2
+    save_file(packed, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "mxfp4"}}))
+
+    summary = convert_checkpoint(tmp_path / "hf", tmp_path / "out", ConvertOptions(dtype="bfloat16"))
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert summary["logits_max_difference"] == 0
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[name].float(), expected.get(name, plain[name]).float()) for name in plain)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())

@@ -158,7 +158,7 @@ def test_engines_that_hold_no_fp8_are_refused_before_anything_starts(model_dir: 
     with pytest.raises(SettingsError, match=r"engine\.load has no effect with an embedded engine"):
         settings("engine.load=fp8")
     convert_checkpoint(model_dir("qwen3"), tmp_path / "int4", ConvertOptions(quantize="int4", group=32, logits=0))
-    with pytest.raises(CheckpointError, match="is in int4, which weight updates do not support"):
+    with pytest.raises(CheckpointError, match="is in 4 bits, which weight updates do not support"):
         builders.check_engine(settings("engine.backend=vllm", f"engine.load={tmp_path / 'int4'}"))
     convert_checkpoint(model_dir("qwen3"), tmp_path / "fp8", ConvertOptions(quantize="fp8_tensor", logits=0))
     with pytest.raises(SettingsError, match=r"engine\.dtype: float32, but fp8 servers compute in bfloat16"):

@@ -15,7 +15,7 @@ from slimectl.checkpoints.conversion.sources import DTYPES, Source, open_source,
 from slimectl.checkpoints.hf import CastWeights, write_hf
 from slimectl.checkpoints.hf_weights import HFWeights
 from slimectl.checkpoints.quantization import Quantized
-from slimectl.checkpoints.quantization_schemes import Fp8Blocks, Fp8Scale, Int4Groups, Scheme
+from slimectl.checkpoints.quantization_schemes import Fp8Blocks, Fp8Scale, Int4Groups, WritableScheme
 from slimectl.checkpoints.torch_dist.mapping import TorchDistWeights, chunks_of, extra_states
 from slimectl.checkpoints.torch_dist.writer import write_torch_dist
 from slimectl.checkpoints.validate import UnfusedExperts, ValidatedWeights
@@ -125,7 +125,7 @@ def _reader_and_writer(source: Source, options: ConvertOptions) -> Ends:
     return weights, HFWeights, partial(write_hf, max_shard_bytes=options.max_shard_bytes)
 
 
-def _scheme(options: ConvertOptions) -> Scheme:
+def _scheme(options: ConvertOptions) -> WritableScheme:
     if options.quantize in ("fp8_tensor", "fp8_channel"):
         return Fp8Scale(per_row=options.quantize == "fp8_channel")
     return Fp8Blocks(*options.block) if options.quantize == "fp8" else Int4Groups(options.group)

@@ -15,7 +15,7 @@ from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.checkpoints.conversion.reader_check import TOLERANCE, check_reader
 from slimectl.checkpoints.conversion.sources import Source
 from slimectl.checkpoints.quantization import Dequantized
-from slimectl.checkpoints.quantization_schemes import scheme_of
+from slimectl.checkpoints.quantization_config import scheme_of
 from slimectl.checkpoints.stored_names import is_quantized
 from slimectl.errors import BackendError, CheckpointError, SlimectlError
 from slimectl.protocols import Weights

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from slimectl.architectures.config import Config, raw_config
-from slimectl.checkpoints.quantization_schemes import Fp8Blocks, scheme_of
+from slimectl.checkpoints.quantization_config import scheme_of
+from slimectl.checkpoints.quantization_schemes import Fp8Blocks
 from slimectl.checkpoints.safetensors_io import TensorSpec
 from slimectl.errors import CheckpointError
 
@@ -84,9 +85,13 @@ def _loaded_logits(folder: Path, quantization: Mapping[str, Any], tokens: Tensor
     auto = transformers.AutoModelForCausalLM
     if type(hf_config) not in auto._model_mapping:
         auto = transformers.AutoModelForImageTextToText
-    model = auto.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", quantization_config=as_numbers
-    ).eval()
+    model, report = auto.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", quantization_config=as_numbers,
+        output_loading_info=True,
+    )  # fmt: skip
+    if missing := report["missing_keys"]:  # a vision tower, for example, takes no part in these logits
+        raise CheckpointError(f"no tensor for {min(missing)}")
+    model.eval()
     if compressed:
         from compressed_tensors.quantization import disable_quantization
 

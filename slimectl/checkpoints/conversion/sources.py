@@ -15,7 +15,7 @@ from slimectl.architectures.config import Config, raw_config, with_defaults
 from slimectl.checkpoints.hf import InMemoryWeights, copy_companions
 from slimectl.checkpoints.hf_weights import INDEX, HFWeights, check_head
 from slimectl.checkpoints.quantization import Dequantized
-from slimectl.checkpoints.quantization_schemes import scheme_of
+from slimectl.checkpoints.quantization_config import scheme_of
 from slimectl.checkpoints.safetensors_io import TensorMemory
 from slimectl.checkpoints.stored_names import PlainNames, is_quantized, lasting_obstacle
 from slimectl.checkpoints.torch_dist.mapping import TorchDistWeights

@@ -155,15 +155,16 @@ def pushed_precision(settings: Settings, folder: Path) -> Precision:
     from slimectl.architectures.config import read_config
     from slimectl.checkpoints.hf_weights import HFWeights
     from slimectl.checkpoints.quantization import QuantizedStream
-    from slimectl.checkpoints.quantization_schemes import Int4Groups, scheme_of
+    from slimectl.checkpoints.quantization_config import scheme_of
+    from slimectl.checkpoints.quantization_schemes import Fp8Blocks, Fp8Scale
 
     dtype: torch.dtype = getattr(torch, settings.engine.dtype)
     scheme = scheme_of(read_config(folder)) if settings.engine.load else None
     if scheme is None:
         return dtype
-    if isinstance(scheme, Int4Groups):
+    if not isinstance(scheme, Fp8Blocks | Fp8Scale):
         raise CheckpointError(
-            f"engine.load: {folder} is in int4, which weight updates do not support. Use an fp8 model."
+            f"engine.load: {folder} is in 4 bits, which weight updates do not support. Use an fp8 model."
         )
     if dtype == torch.float32:
         raise SettingsError("engine.dtype: float32, but fp8 servers compute in bfloat16. Add engine.dtype = bfloat16.")
