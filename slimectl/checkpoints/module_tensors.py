@@ -99,9 +99,9 @@ class ModuleTensors:
         pending: dict[tuple[str, ...], dict[str, Tensor]] = {}
         loaded: set[str] = set()
         for name, tensor in tensors:
-            target, group = self._find(name)
+            target, group = self.find(name)
             if group is None:
-                if any(pattern.search(name) for pattern in self._carried):
+                if self.carries(name):
                     self.carried.append(name)
                     continue
                 raise CheckpointError(f"{path}: the model has no {name}. {_remedy(path, name)}")
@@ -112,7 +112,7 @@ class ModuleTensors:
             parts = pending.setdefault(group.parameters, {})
             parts[target] = tensor
             if len(parts) == len(group.published):
-                converted = self._converted(pending.pop(group.parameters), path)
+                converted = self.converted(pending.pop(group.parameters), path)
                 yield from (self._placed(each, each, converted[each], group, path) for each in group.parameters)
         self._check_complete(loaded, path)
 
@@ -144,7 +144,7 @@ class ModuleTensors:
             return [(name, tensors[slot.parameter][slot.index]) for name, slot in group.slots.items()]
         return list(self._conversions.to_published(tensors).items())
 
-    def _find(self, name: str) -> tuple[str, TensorGroup | None]:
+    def find(self, name: str) -> tuple[str, TensorGroup | None]:
         """Return the published name, or else the module's name, of a checkpoint's tensor, and its group or None."""
         published, group = self._published.get(self._conversions.canonical(name), (name, None))
         if group is not None:
@@ -153,6 +153,10 @@ class ModuleTensors:
             if renamed in self.first:
                 return renamed, self._groups[self.first[renamed]]
         return name, None
+
+    def carries(self, name: str) -> bool:
+        """Whether checkpoints of this model may contain a tensor that the module does not use."""
+        return any(pattern.search(name) for pattern in self._carried)
 
     def _placed(self, name: str, target: str, tensor: Tensor, group: TensorGroup, path: Path) -> PlacedTensor:
         """Return the tensor with its slot. `target` is a published name of the group, or a name in the module."""
@@ -168,7 +172,8 @@ class ModuleTensors:
             target = self._conversions.published_name(target) if len(group.slots) == 1 else ""
         return PlacedTensor(target, slot, tensor, group)
 
-    def _converted(self, parts: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    def converted(self, parts: Mapping[str, Tensor], path: Path | str) -> dict[str, Tensor]:
+        """Return the parameters of a group from all of its published tensors. Raises CheckpointError."""
         try:
             return self._conversions.to_module(parts)
         except Exception as error:

@@ -117,7 +117,9 @@ ENGINES = Registry(
     "engine",
     "slimectl.engines",
     {
+        "auto": Component("slimectl.runtime.builders.engines:AutoBackend", in_process=True),
         "embedded": Component("slimectl.runtime.builders.engines:EmbeddedBackend", in_process=True),
+        "transformers": Component("slimectl.runtime.builders.engines:TransformersBackend", in_process=True),
         "sglang": Component(
             "slimectl.runtime.builders.installed_engines:SglangBackend", in_process=False, spans_machines=True
         ),

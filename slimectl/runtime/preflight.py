@@ -214,14 +214,16 @@ def _training(settings: Settings) -> str:
 
 def _engine(settings: Settings) -> str:
     builders.check_engine(settings)
-    if is_readable(settings):
-        builders.check_stop_tokens(settings, configuration(settings) or {})
+    config = configuration(settings) if is_readable(settings) else None
+    if config is not None:
+        builders.check_stop_tokens(settings, config)
     builders.keys(settings, ())
     urls = len(settings.engine.url)
     if urls:
         line = f"{settings.engine.backend}, {urls} running server{'s' if urls > 1 else ''}, not contacted yet"
     else:
-        line = f"{settings.engine.backend}, {settings.num_engines} to start"
+        name = settings.engine.backend if config is None else builders.engine_path(settings, config)
+        line = f"{name}, {settings.num_engines} to start"
     if settings.train.lora_rank is None or not settings.uses_servers:
         return line
     obstacle = builders.adapter_obstacle(settings)

@@ -107,6 +107,9 @@ DEPENDENCIES = (
     Dependency("engine", ("prefix_cache_gib",), ("engine.backend", "engine.url"), _embedded,
                "without an embedded engine. SGLang and vLLM have their own option "
                "(sglang.args.disable_radix_cache, vllm.args.enable_prefix_caching). Set that"),
+    Dependency("engine", ("compile_kernels", "prefix_cache_gib"), ("engine.backend",),
+               lambda s: s.engine.backend != "transformers",
+               'with engine.backend = "transformers". Set that to auto or embedded'),
     Dependency("engine", ("middleware_paths",), ("engine.backend", "engine.url"), _embedded,
                "without servers of `slimectl serve` that this program starts. Set "
                "rollout.custom_generate_function_path to see each request, or put your "

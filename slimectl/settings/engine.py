@@ -18,9 +18,10 @@ class EngineSettings(Section):
 
     section_name: ClassVar[str] = "engine"
 
-    backend: Annotated[str, *registered_in(ENGINES)] = "embedded"
-    """Inference engine: embedded, sglang or vllm. embedded runs on a CPU or one GPU. A single one runs in this
-    process."""
+    backend: Annotated[str, *registered_in(ENGINES)] = "auto"
+    """Inference engine: auto, embedded, transformers, sglang or vllm. embedded has its own fast forward pass of some
+    model families. transformers runs any causal language model of transformers, more slowly. auto is embedded for its
+    families and transformers for all others. These three run on a CPU or one GPU, a single one in this process."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of weights and KV cache. float32 agrees with the trainer to the last digits. bfloat16 is faster."""

@@ -91,7 +91,7 @@ def test_broken_files_beside_the_weights_are_a_line(text: str, model: Path):
 
 def test_a_config_that_transformers_cannot_build_is_a_line(model: Path):
     edit(model / "config.json", hidden_act="nonsense")
-    assert "does not support hidden_act 'nonsense'" in refusal(model)
+    assert "cannot build a causal language model of model_type 'llama' ('nonsense')" in refusal(model)
     assert "cannot build this model" in refusal(model, empty_model)
 
 

@@ -45,7 +45,7 @@ def offered(line: str) -> list[str]:
         ("slimectl run quickstart -s run.on_no_signal=", ["run.on_no_signal=warn", "run.on_no_signal=stop"]),
         ("slimectl run -s algorithm.name=gs", ["algorithm.name=gspo"]),
         ("slimectl run -s track.plot=", ["track.plot=true", "track.plot=false"]),
-        ("slimectl run -s train.lr=1e-5 --engine ", ["embedded", "sglang", "vllm"]),
+        ("slimectl run -s train.lr=1e-5 --engine ", ["auto", "embedded", "sglang", "transformers", "vllm"]),
         ("slimectl doctor --engine --backend ", ["fsdp", "megatron"]),
         ("slimectl train a.jsonl --algorithm dr", ["dr_grpo"]),
         ("slimectl score a.jsonl --rm-type ma", ["math"]),

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import serving
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.vllm.api import VllmApi
 from slimectl.errors import SettingsError
+from slimectl.settings.layers import Layer
+from slimectl.settings.loading import resolve
 from slimectl.types import Completion, JsonGrammar, SamplingParams
 
 CONTEXT = 256
@@ -33,18 +35,21 @@ TRIES = 5
 ModelDir = Callable[..., Path]
 
 
-def embedded(folder: Path) -> Any:
-    from slimectl.engines.embedded.engine import EmbeddedEngine
+def in_process(folder: Path, backend: str) -> Any:
+    from slimectl.runtime.builders.engines import engine
 
-    return EmbeddedEngine(AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
+    settings = resolve([Layer("file", {"engine": {"backend": backend}})]).settings
+    return engine(settings, folder, AutoTokenizer.from_pretrained(folder), load=False)
 
 
-@pytest.fixture(params=["embedded", *serving.SERVERS])
+@pytest.fixture(params=["embedded", "transformers", *serving.SERVERS])
 def engine(request: pytest.FixtureRequest, model_dir: ModelDir) -> Any:
     """Each adapter with the weights of the small model; servers live as long as the session."""
     folder = model_dir()
-    http = request.param != "embedded"
-    made = serving.client([request.getfixturevalue(request.param)], folder) if http else embedded(folder)
+    if request.param in ("embedded", "transformers"):
+        made = in_process(folder, request.param)
+    else:
+        made = serving.client([request.getfixturevalue(request.param)], folder)
     made.load_weights(HFCheckpoint().read(folder), version="0")
     yield made
     asyncio.run(made.close())

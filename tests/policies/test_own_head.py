@@ -11,9 +11,9 @@ import torch
 from policy_cases import WeightedNegativeLogProb, flat_log_probs, new_policy, random_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from slimectl.architectures.causal_model import CausalModel
 from slimectl.policies import lm_head
 from slimectl.policies.fsdp.model import empty_model
-from slimectl.policies.fsdp.own_head import CausalModel
 from slimectl.types import TrainingSample
 
 SHAPE = {

@@ -103,9 +103,9 @@ def test_a_run_has_all_parts_from_a_package(workshop: Workshop, installed: Path)
 
 def test_names_of_packages_stand_beside_those_of_slimectl(package: Path):
     assert known_types() == sorted([*VERIFIERS.parts, "starts_with"])
-    assert ENGINES.names() == ["echo", "embedded", "sglang", "vllm"]
+    assert ENGINES.names() == ["auto", "echo", "embedded", "sglang", "transformers", "vllm"]
     assert (ENGINES.package("echo"), ENGINES.package("sglang")) == ("slimectl-example 1.2", "slimectl")
-    with pytest.raises(SettingsError, match=r"engine.backend: no engine 'eco'\. Did you mean echo\? Available: echo"):
+    with pytest.raises(SettingsError, match=r"engine.backend: no engine 'eco'\. Did you mean echo\? Available: auto"):
         settings("engine.backend=eco")
 
 

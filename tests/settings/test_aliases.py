@@ -150,7 +150,7 @@ def test_hooks_read_old_attributes():
     assert (args.ahead, args.run_ahead, args.run.ahead, args.run.async_level) == (2, 2, 2, 2)
     assert (args.eval.skip_before_train, args.eval_skip_before_train, args.eval.before_train) == (True, True, False)
     assert (args.warmup.lr, args.warmup_lr, args.sft_warmup_lr, args.sft_warmup.until_accuracy) == (0.5, 0.5, 0.5, 0.25)
-    assert (args.policy, args.train.policy, args.kind, args.engine.kind) == ("fsdp", "fsdp", "embedded", "embedded")
+    assert (args.policy, args.train.policy, args.kind, args.engine.kind) == ("fsdp", "fsdp", "auto", "auto")
     assert (args.sglang.groups, args.groups, args.share_prompts) == ([], [], None)
     with pytest.raises(AttributeError, match=r"args.backend: backend is in several sections. Use args.SECTION.KEY"):
         args.backend  # noqa: B018

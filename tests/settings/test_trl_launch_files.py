@@ -112,7 +112,7 @@ SCRIPTS: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("run.sh", f"trl grpo {IDS} --reward_funcs a.b --use_vllm --vllm_mode server --vllm_server_host 10.0.0.7",
      {"engine.url": ["http://10.0.0.7:8000"], "cluster.colocate": False}, []),
     ("run.sh", f"trl grpo {IDS} --reward_funcs a.b --vllm_importance_sampling_correction true",
-     {"algorithm.use_tis": False, "engine.backend": "embedded"}, []),
+     {"algorithm.use_tis": False, "engine.backend": "auto"}, []),
     ("run.sh", f"trl grpo {IDS} --dataset_config main --reward_funcs a.b --top_k 0 --min_p 0.05",
      {"rollout.data": ["org/d/main"], "rollout.top_k": -1, "rollout.min_p": 0.05}, []),
     ("run.sh", f"trl grpo {IDS} --reward_funcs a.b --model_init_kwargs '{{\"dtype\": \"bfloat16\"}}' --bf16 false",

@@ -26,7 +26,10 @@ def settings(**values: Any) -> Settings:
         ({"sync__transport": "distributed"}, None),
         ({"sync__lora": "adapter"}, None),
         ({"sync__lora": "merged"}, 'sync.lora = "merged"'),
-        ({"sync__transport": "disk"}, "embedded accepts adapters only through sync.transport = tensor or distributed"),
+        (
+            {"sync__transport": "disk"},
+            "engines accept adapters only through sync.transport = tensor or distributed",
+        ),
     ],
     ids=str,
 )
@@ -53,6 +56,6 @@ def test_a_dry_run_says_what_a_push_has():
     def line(**values: Any) -> str:
         return next(iter(preflight(settings(**values), ["engine"]))).detail
 
-    assert line() == "embedded, 2 to start, updates send only the adapter"
-    assert line(sync__lora="merged") == 'embedded, 2 to start, updates send merged weights (sync.lora = "merged")'
-    assert line(train__lora_rank=None) == "embedded, 2 to start"
+    assert line() == "auto, 2 to start, updates send only the adapter"
+    assert line(sync__lora="merged") == 'auto, 2 to start, updates send merged weights (sync.lora = "merged")'
+    assert line(train__lora_rank=None) == "auto, 2 to start"

@@ -10,6 +10,7 @@ from typing import Any
 
 from slimectl.cli.viewer.library import RunSource, SamplesFile
 from slimectl.errors import SlimectlError
+from slimectl.plugins.registry import ENGINES
 from slimectl.settings import Settings
 from slimectl.settings.layers import from_file
 from slimectl.settings.loading import resolve
@@ -52,7 +53,7 @@ def _doubt(settings: Settings) -> str:
     rollout = settings.rollout
     if rollout.agent or rollout.env or rollout.custom_generate_function_path or rollout.function_path:
         return "its agent runs again"
-    if settings.engine.backend != "embedded":
+    if not ENGINES.fact(settings.engine.backend, "in_process", False):
         return f"the {settings.engine.backend} engine may sample other tokens"
     return "interrupted responses start again" if rollout.partial_rollout else ""
 

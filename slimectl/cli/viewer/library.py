@@ -251,7 +251,7 @@ class Library:
         """Return the settings that differ between the runs, with their values. For one run, return all settings."""
         from slimectl.settings.keys import unused_interpreters
 
-        backends = [run.settings.get("engine.backend", "embedded") for run in self.runs.values()]
+        backends = [run.settings.get("engine.backend", "auto") for run in self.runs.values()]
         unused = {name for backend in backends for name in unused_interpreters(backend)}
         needed = {f"{backend}.python" for backend in backends}
         names = sorted({name for run in self.runs.values() for name in run.settings} - (unused - needed))

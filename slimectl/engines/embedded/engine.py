@@ -20,11 +20,14 @@ from slimectl.data.images import Patches
 from slimectl.engines.embedded.detokenizer import Detokenizer, StopScanner
 from slimectl.engines.embedded.grammar import TokenGrammar, TokenSet, Vocabulary, token_table
 from slimectl.engines.embedded.json_grammar import compiled
-from slimectl.engines.embedded.model import EngineModel, TokenScores
+from slimectl.engines.embedded.model import EngineModel
+from slimectl.engines.embedded.model_interface import SequenceModel
 from slimectl.engines.embedded.runner import Runner, Stats, non_finite_error
 from slimectl.engines.embedded.scheduler import RunningSequence
+from slimectl.engines.embedded.token_scores import TokenScores
 from slimectl.engines.embedded.weight_delta import Delta, check_delta, write_delta
-from slimectl.engines.embedded.weights import FileTensor, WeightLoader
+from slimectl.engines.embedded.weight_loader import WeightLoader
+from slimectl.engines.embedded.weights import FileTensor
 from slimectl.engines.limits import check_ids, check_prompt, check_tokens
 from slimectl.errors import BackendError, SettingsError
 from slimectl.protocols import OnTokens
@@ -32,6 +35,10 @@ from slimectl.types import AllowedTokens, Completion, Grammar, ImageSource, Samp
 
 MOST_GRAMMARS = 8
 """Maximum number of grammars that an engine caches, with the masks of their states."""
+
+
+UNLIMITED_CONTEXT = 32768
+"""Default of max_context for a model whose configuration has no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,7 @@ class EngineOptions:
     """Maximum responses that are generated at once."""
 
     max_context: int | None = None
-    """Maximum tokens of prompt and response. None: the model's limit."""
+    """Maximum tokens of prompt and response. None: the model's limit, or UNLIMITED_CONTEXT if it has none."""
 
     end_token_ids: Sequence[int] = ()
     """End tokens in addition to the model's and the tokenizer's."""
@@ -73,13 +80,14 @@ class EmbeddedEngine:
         options: EngineOptions = EngineOptions(),
         *,
         images: Callable[[ImageSource], Patches] | None = None,
+        model: Callable[[Any, EngineOptions], SequenceModel] | None = None,
     ) -> None:
-        """Create the engine. `images` prepares an image for a vision model."""
+        """Create the engine. `images` prepares an image for a vision model. `model` builds another model than ours."""
         text_config = config.get_text_config()
-        self.max_context = options.max_context or int(text_config.max_position_embeddings)
+        self.max_context = options.max_context or _context_of(text_config)
         self.device = options.device
         device = self._device = torch.device(options.device)
-        self._model = EngineModel(config, dtype=options.dtype, device=device, compile_kernels=options.compile_kernels)
+        self._model = (model or _own_model)(config, options)
         self._runner = Runner(
             self._model,
             max_running=options.max_running,
@@ -89,7 +97,11 @@ class EmbeddedEngine:
         )
         self._detokenizers = {skip: Detokenizer(tokenizer, keep_special=not skip) for skip in (True, False)}
         self._process_image = images if self._model.pictures is not None else None
-        end_tokens = _ids(text_config.eos_token_id) | _ids(tokenizer.eos_token_id) | _ids(options.end_token_ids)
+        end_tokens = (
+            _ids(getattr(text_config, "eos_token_id", None))
+            | _ids(tokenizer.eos_token_id)
+            | _ids(options.end_token_ids)
+        )
         # A tokenizer may have more tokens than the model, which never samples the extra ones.
         self._end_tokens = frozenset(token for token in end_tokens if 0 <= token < self._model.vocabulary)
         self._tokenizer = tokenizer
@@ -425,6 +437,17 @@ class EmbeddedEngine:
             skip, ended = sequence.params.skip_special_tokens, sequence.finish == "stop"
             text = self._detokenizers[skip].response_text(sequence.tokens, keep_special=not skip, ended=ended)
             sequence.deliver(text)
+
+
+def _own_model(config: Any, options: EngineOptions) -> SequenceModel:
+    device = torch.device(options.device)
+    return EngineModel(config, dtype=options.dtype, device=device, compile_kernels=options.compile_kernels)
+
+
+def _context_of(text_config: Any) -> int:
+    """Return the model's context limit, or UNLIMITED_CONTEXT for a model without one, such as mamba."""
+    limits = (getattr(text_config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return next((int(limit) for limit in limits if limit), UNLIMITED_CONTEXT)
 
 
 def _ids(ids: int | Sequence[int] | None) -> frozenset[int]:

@@ -6,9 +6,10 @@ layers · T tokens · k experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,28 +29,27 @@ from slimectl.engines.embedded.native import BlockShape, SpanTable, load_kernels
 from slimectl.engines.embedded.pictures import PictureInputs, Pictures
 from slimectl.engines.embedded.prefix_tree import CachedSpan, Node, PrefixTree
 from slimectl.engines.embedded.states import SlotStates, State
+from slimectl.engines.embedded.token_scores import TokenScores, token_scores
 from slimectl.engines.embedded.weights import GroupedAttention, Weights
 from slimectl.errors import CheckpointError
-from slimectl.types import TopTokens
 
 ROWS = 16
 """Above this, packed decoding steps pad rows to a multiple: oneDNN builds kernels for each number of rows."""
-CHUNK_LOGITS = 2**23
-"""Maximum number of logits in memory at once when scoring tokens: 32 MiB in float32."""
 
 
 @dataclass(slots=True)
 class Prefix:
     """A computed prompt: its start in the prefix tree, keys and values of the rest, and the logits after it.
 
-    `node` is the last node of the cached start, or None. `keys_values` is [L, 2, K, T, D], and `logits_V` [V].
+    `node` is the last node of the cached start, or None. `keys_values` is [L, 2, K, T, D], or what the cache of another
+    model takes in place of it, and `logits_V` is [V].
     `cached_tokens` counts the tokens taken from the cache. `used` is set when the first sequence takes the prompt.
     `experts_TLk` covers the whole prompt, including its start, in a mixture of experts. `state` is the state after the
     prompt in a model with delta nets.
     """
 
     node: Node | None
-    keys_values: Tensor
+    keys_values: Any
     logits_V: Tensor
     cached_tokens: int
     experts_TLk: Tensor | None = None
@@ -62,7 +62,8 @@ class Prefix:
 
     def tail(self, start: int) -> Tensor:
         """Return a copy of the keys and values from token `start` on."""
-        return self.keys_values[:, :, :, start:].clone(memory_format=torch.contiguous_format)
+        tail: Tensor = self.keys_values[:, :, :, start:]
+        return tail.clone(memory_format=torch.contiguous_format)
 
     def own_storage(self) -> None:
         """Copy the tensors that are views of a whole pass, so that keeping this prompt does not keep the others."""
@@ -72,18 +73,6 @@ class Prefix:
     def experts_from(self, start: int) -> Tensor | None:
         """Return a copy of the experts from token `start` on."""
         return None if self.experts_TLk is None else self.experts_TLk[start:].clone()
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScores:
-    """Log-probabilities of the tokens of a text and, if requested, the likeliest tokens at each position.
-
-    `ranks` then has the rank of each token: the number of tokens that are at least as likely, including itself.
-    """
-
-    log_probs: list[float]
-    top: list[TopTokens]
-    ranks: list[int]
 
 
 class Inputs(NamedTuple):
@@ -218,26 +207,12 @@ class EngineModel:
         if self.weights.delta_nets:
             recall = PromptMemory(list(map(len, sequences)), [None] * len(sequences), self._device)
         _, tokens_N, stream_NE, _ = self._prefill_pass(sequences, [[]] * len(sequences), recall)
-        scores: list[TokenScores] = []
-        first, chunk = 0, max(1, CHUNK_LOGITS // self.vocabulary)
-        for sequence, start in zip(sequences, starts, strict=True):
-            log_probs: list[float] = []
-            top_tokens: list[TopTokens] = []
-            ranks: list[int] = []
-            last = first + len(sequence) - 1
-            for position in range(first + start, last, chunk):
-                end = min(position + chunk, last)
-                log_p_CV = torch.log_softmax(self._logits(stream_NE[position:end]), -1, dtype=torch.float32)
-                log_p_C1 = log_p_CV.gather(1, tokens_N[position + 1 : end + 1, None])
-                log_probs += log_p_C1[:, 0].tolist()
-                if top:
-                    ranks += (log_p_CV >= log_p_C1).sum(-1).tolist()
-                    values_CN, ids_CN = log_p_CV.topk(min(top, self.vocabulary))
-                    rows = zip(ids_CN.tolist(), values_CN.tolist(), strict=True)
-                    top_tokens += [list(zip(ids, values, strict=True)) for ids, values in rows]
-            scores.append(TokenScores(log_probs, top_tokens, ranks))
-            first = last + 1
-        return scores
+        lengths = list(map(len, sequences))
+        parts = zip(tokens_N.split(lengths), stream_NE.split(lengths), starts, strict=True)
+        return [
+            token_scores(tokens_T, stream_TE, self._logits, start=start, top=top, vocabulary=self.vocabulary)
+            for tokens_T, stream_TE, start in parts
+        ]
 
     def _prefill_pass(
         self,
@@ -393,6 +368,16 @@ def embedded_families() -> tuple[str, ...]:
     supported = (family for family in FAMILIES.values() if not family.beyond_llama)
     types = (name for family in supported for name in (family.model_types if family.tower is None else (family.name,)))
     return tuple(name for name in types if name not in STAND_INS)
+
+
+def runs_embedded(config: Mapping[str, Any]) -> bool:
+    """Return whether the engine runs the model of a config.json."""
+    text = {"hidden_act": "silu", **(config.get("text_config") or config)}
+    try:
+        _checked_family(str(config.get("model_type")), SimpleNamespace(**text))
+    except CheckpointError:
+        return False
+    return True
 
 
 def _checked_family(model_type: str, config: Any) -> Family:

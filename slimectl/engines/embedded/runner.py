@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slimectl.engines.embedded.model import EngineModel, Inputs, Prefix
+from slimectl.engines.embedded.model import Inputs, Prefix
+from slimectl.engines.embedded.model_interface import SequenceModel
 from slimectl.engines.embedded.prefix_tree import shared_spans
 from slimectl.engines.embedded.scheduler import RunningSequence, Scheduler
 from slimectl.engines.embedded.token_sampler import Sampled, SamplingBatch, sample_tokens
@@ -43,7 +44,7 @@ class Runner:
     """Steps the sequences of its scheduler. Scheduler slots are cache slots."""
 
     def __init__(
-        self, model: EngineModel, *, max_running: int, max_context: int, prefix_cache_bytes: int, device: torch.device
+        self, model: SequenceModel, *, max_running: int, max_context: int, prefix_cache_bytes: int, device: torch.device
     ) -> None:
         self.model = model
         self.tree = model.new_tree(prefix_cache_bytes)

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from slimectl.engines.embedded.weights import TensorSlot, Weights
+from slimectl.engines.embedded.weight_loader import WeightStore
+from slimectl.engines.embedded.weights import TensorSlot
 from slimectl.errors import CheckpointError
 from slimectl.system.deltas import change_numbers
 
@@ -43,7 +44,7 @@ class Delta(Protocol):
         ...
 
 
-def check_delta(weights: Weights, delta: Delta) -> dict[str, TensorSlot]:
+def check_delta(weights: WeightStore, delta: Delta) -> dict[str, TensorSlot]:
     """Return the targets of the delta's tensors. Raises CheckpointError if the delta does not fit these weights."""
     slots: dict[str, TensorSlot] = {}
     names = set()
@@ -55,6 +56,11 @@ def check_delta(weights: Weights, delta: Delta) -> dict[str, TensorSlot]:
         if CODES.get(weights.storage.dtype) != code or weights.storage.device.type != "cpu":
             raise CheckpointError(
                 f"weights: {name} is {weights.storage.dtype} on {weights.storage.device} here, and {code} in the delta"
+            )
+        if slot.view is None and slot.linear is None:
+            raise CheckpointError(
+                f"weights: transformers converts {name} when it loads it, so a delta cannot change it. Set "
+                f"sync.transport to tensor, distributed or disk."
             )
         slots[name] = slot
     missing = weights.places.keys() - names

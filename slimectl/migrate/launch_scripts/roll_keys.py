@@ -93,7 +93,8 @@ ROLLOUT = (
     Row("custom_envs.NAME custom_env.NAME val_env_manager.NAME train_env_manager.NAME", text="set rollout.env"),
     Row("env_manager_cls agent_config_common.NAME env_config.NAME agent_system_template agent_template",
         text="an environment is rollout.env, a program rollout.agent (docs/environments.md, docs/agents.md)"),
-    Row(f"{INFER}strategy_args.strategy_name", "engine.backend", convert=choice("vllm sglang", hf_infer="embedded")),
+    Row(f"{INFER}strategy_args.strategy_name", "engine.backend",
+        convert=choice("vllm sglang", hf_infer="transformers")),
     Row(prefixed(INFER, "num_gpus_per_worker strategy_args.strategy_config.tensor_parallel_size "
                  "strategy_args.strategy_config.tp_size"), "cluster.rollout_num_gpus_per_engine"),
     Row(prefixed(f"{INFER}strategy_args.strategy_config.", "load_format sleep_level"),

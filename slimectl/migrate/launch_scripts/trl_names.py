@@ -82,7 +82,7 @@ GENERATION = (
     Row("generation_kwargs generation_kwargs.NAME cache_implementation use_transformers_paged "
         "use_transformers_continuous_batching transformers_continuous_batching_config vllm_guided_decoding_regex "
         "vllm_structured_outputs_regex", text="responses are sampled by the settings of [rollout] only"),
-    Row("use_vllm", "engine.backend", convert=lambda flag: "vllm" if on(flag) else "embedded"),
+    Row("use_vllm", "engine.backend", convert=lambda flag: "vllm" if on(flag) else "auto"),
     Row("vllm_mode", "cluster.colocate", "server is engine.url; colocate there", choice(colocate=True, server=False)),
     Row("vllm_server_base_url vllm_url", "engine.url", convert=texts),
     Row("vllm_server_host vllm_server_port", "engine.url", "the two together are an address"),

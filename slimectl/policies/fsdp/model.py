@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from slimectl.architectures.causal_model import CausalModel
 from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.architectures.registry import known_family
 from slimectl.errors import CheckpointError, RecordError, first_line
 from slimectl.policies.fsdp import attention
-from slimectl.policies.fsdp.own_head import CausalModel, own_log_probs, scaled
+from slimectl.policies.fsdp.own_head import own_log_probs, scaled
 from slimectl.policies.fsdp.packed_batch import PackedBatch
 from slimectl.policies.fsdp.vision import decoder_input, decoder_of
 from slimectl.policies.lm_head import of_logits, predicted_log_probs

@@ -1,14 +1,16 @@
-"""Engine backends by the name in engine.backend: one embedded engine in this process, or servers."""
+"""Engine backends by the name in engine.backend: one engine in this process, or servers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel
 
+from slimectl.architectures.config import raw_config
 from slimectl.chats.model_tokens import end_tokens
 from slimectl.data.routed_experts import NO_EXPERTS
 from slimectl.errors import CheckpointError, SettingsError, SlimectlError, first_line
@@ -22,10 +24,18 @@ from slimectl.system.model_files import policy_folder
 
 if TYPE_CHECKING:
     from slimectl.engines.api_keys import ServerKeys
+    from slimectl.engines.embedded.engine import EngineOptions
+    from slimectl.engines.embedded.model_interface import SequenceModel
     from slimectl.engines.http.api import ServerApi
     from slimectl.engines.http.weight_client import HttpWorkers
     from slimectl.engines.sglang.topology import ServerSpec
     from slimectl.engines.supervisor.server_process import ServerOptions, ServerProcess
+
+
+NO_EXPERTS_FROM_TRANSFORMERS = (
+    "train.use_rollout_routing_replay: the engine does not report experts of models that transformers computes. Set it "
+    "to false, or set engine.backend to sglang or vllm."
+)
 
 
 class EngineBackend:
@@ -119,12 +129,16 @@ class EngineBackend:
         )
 
 
-class EmbeddedBackend(EngineBackend):
+class InProcessBackend(EngineBackend):
     """slimectl's own engine, in this process or as `slimectl serve`."""
 
     in_process = True
     reads_torch_dist = True
     adapter_transports = ("tensor", "distributed")
+
+    def model_of(self, config: Mapping[str, Any]) -> str:
+        """Return what computes the model of a config.json: "embedded" or "transformers"."""
+        raise NotImplementedError
 
     def check(self, settings: Settings) -> None:
         if settings.cluster.executor == "local":
@@ -155,23 +169,24 @@ class EmbeddedBackend(EngineBackend):
                 reports_experts=settings.train.use_rollout_routing_replay,
                 compile_kernels=settings.engine.compile_kernels,
             )
-            embedded = EmbeddedEngine(
-                config, tokenizer, options, images=lambda source: processor_of(str(folder)).patches(source)
+            model = _transformers_model(folder) if self.model_of(raw_config(folder)) == "transformers" else None
+            engine = EmbeddedEngine(
+                config, tokenizer, options, images=lambda source: processor_of(str(folder)).patches(source), model=model
             )
         except SlimectlError:
             raise
         except Exception as error:
             raise CheckpointError(f"{folder}: config.json cannot be used: {first_line(error, 300)}") from error
-        if settings.train.use_rollout_routing_replay and not embedded.has_experts:
-            raise SettingsError(NO_EXPERTS)
+        if settings.train.use_rollout_routing_replay and not engine.has_experts:
+            raise SettingsError(NO_EXPERTS if model is None else NO_EXPERTS_FROM_TRANSFORMERS)
         if load:
-            embedded.load_weights(ModelCheckpoint().read(folder), version=version_of(folder))
-        return embedded
+            engine.load_weights(ModelCheckpoint().read(folder), version=version_of(folder))
+        return engine
 
     def server(self, settings: Settings, spec: ServerSpec, *, log: Path, waiting: bool) -> ServerProcess:
         from slimectl.engines.server.launch import serve_server
 
-        names = ("max_running_requests", "prefix_cache_gib", "compile_kernels", "middleware_paths")
+        names = ("backend", "max_running_requests", "prefix_cache_gib", "compile_kernels", "middleware_paths")
         more = {f"engine.{name}": json.dumps(getattr(settings.engine, name)) for name in names}
         options = server_options(settings, spec, log=log, waiting=waiting)
         return serve_server(spec, options, settings=more, pause_timeout_s=settings.sync.timeout_s)
@@ -180,6 +195,52 @@ class EmbeddedBackend(EngineBackend):
         from slimectl.engines.sglang.api import SglangApi
 
         return SglangApi(routed_experts=(layers, choices))
+
+
+class EmbeddedBackend(InProcessBackend):
+    """The engine with its own forward pass of some families."""
+
+    def model_of(self, config: Mapping[str, Any]) -> str:
+        return "embedded"
+
+
+class TransformersBackend(InProcessBackend):
+    """The engine with transformers' forward pass of any causal language model."""
+
+    def model_of(self, config: Mapping[str, Any]) -> str:
+        return "transformers"
+
+
+class AutoBackend(InProcessBackend):
+    """The engine with its own forward pass for the families that have one, and with transformers' for all others."""
+
+    def model_of(self, config: Mapping[str, Any]) -> str:
+        from slimectl.engines.embedded.model import runs_embedded
+
+        return "embedded" if runs_embedded(config) else "transformers"
+
+
+def _transformers_model(folder: Path) -> Callable[[Any, EngineOptions], SequenceModel]:
+    """Return what builds transformers' model for the weights of a folder, which may have none yet."""
+    import torch
+
+    from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
+    from slimectl.engines.transformers.model import TransformersModel
+
+    stored: Collection[str] = ()
+    with suppress(CheckpointError):
+        stored = ModelCheckpoint().open(folder).forms()
+
+    def build(config: Any, options: EngineOptions) -> SequenceModel:
+        return TransformersModel(config, dtype=options.dtype, device=torch.device(options.device), stored=stored)
+
+    return build
+
+
+def engine_path(settings: Settings, config: Mapping[str, Any]) -> str:
+    """Return what generates text with the model of a config.json: engine.backend, with "auto" resolved."""
+    chosen = engine_backend(settings)
+    return chosen.model_of(config) if isinstance(chosen, InProcessBackend) else settings.engine.backend
 
 
 def engine_backend(settings: Settings) -> EngineBackend:

@@ -120,7 +120,7 @@ def adapter_obstacle(settings: Settings) -> str | None:
     elif not policy_backend(settings.train).streams_adapters:
         obstacle = f"policies of train.backend = {settings.train.backend} cannot export only the adapter"
     elif sync.transport not in ("auto", *names):
-        obstacle = f"{settings.engine.backend} accepts adapters only through sync.transport = {' or '.join(names)}"
+        obstacle = f"engines accept adapters only through sync.transport = {' or '.join(names)}"
     elif settings.engine.load is not None:
         obstacle = "the weights of engine.load are not the base model's"
     elif sync.check_weight_update_equal and device(settings.train.device) != device(settings.engine.device):

@@ -1,0 +1,1 @@
+"""Any causal language model of transformers, run by the embedded engine's scheduler and sampler."""
