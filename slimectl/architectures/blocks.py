@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from slimectl.architectures.config import Config, head_dim
-from slimectl.architectures.mapping import ConcatRows, Identity, InterleaveGroups, ParamMapping, TensorParallelSplit
+from slimectl.architectures.mapping import (
+    ConcatRows,
+    Identity,
+    InterleaveGroups,
+    ParamMapping,
+    TensorParallelSplit,
+    Transposed,
+)
 
 MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 """Usual names of the matrices of a gated MLP."""
@@ -86,6 +93,25 @@ def gated_mlp(mcore: str, hf: str, hidden: int, ffn: int, names: Sequence[str] =
             TensorParallelSplit(0, (ffn, ffn)),
         ),
         same(f"{mcore}.linear_fc2.weight", down, hidden, ffn, split=TensorParallelSplit(1)),
+    ]
+
+
+def stacked_experts(mcore: str, hf: str, count: int, hidden: int, ffn: int) -> list[ParamMapping]:
+    """Return the links of experts whose tensors of all experts are in one, with names of mapping.stack_views.
+
+    On disk, matrices are [inputs, outputs], and outputs of gate and up alternate.
+    """
+    halves = TensorParallelSplit(0, (ffn, ffn))
+    kinds = [
+        ("linear_fc1.weight", "gate_up_proj", (hidden, 2 * ffn), Transposed(interleaved=True), halves),
+        ("linear_fc1.bias", "gate_up_proj_bias", (2 * ffn,), Transposed(interleaved=True), halves),
+        ("linear_fc2.weight", "down_proj", (ffn, hidden), Transposed(), TensorParallelSplit(1)),
+        ("linear_fc2.bias", "down_proj_bias", (hidden,), Identity(), None),
+    ]
+    return [
+        ParamMapping(f"{mcore}.experts.local_experts.{e}.{name}", (f"{hf}.experts.{stack}.{e}",), (shape,), join, split)
+        for name, stack, shape, join, split in kinds
+        for e in range(count)
     ]
 
 

@@ -56,11 +56,13 @@ class Architecture:
     mla: bool = False
     layer: Layer = "plain"
     activation: str = "silu"
-    """Activation of the gated MLPs: silu or gelu_pytorch_tanh."""
+    """Activation of the gated MLPs: silu, gelu_pytorch_tanh or quick_gelu."""
     embedding_scale: float = 1.0
     """Factor of the embedding's output, rounded to its dtype."""
     windows: tuple[int | None, ...] = ()
     """Number of tokens that each layer attends to, None for all. Empty if no layer has a window."""
+    sinks: bool = False
+    """Whether every head has a logit that takes a part of the softmax."""
     local_rope: Rope | None = None
     """Rotary embedding of the layers with a window, if it differs from `rope`."""
     extra: dict[str, Any] = field(default_factory=dict)

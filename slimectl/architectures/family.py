@@ -22,7 +22,7 @@ Links = Callable[[Config, int, str, str], list[ParamMapping]]
 """(configuration, layer, its Megatron prefix, its Hugging Face prefix) -> links of a part of the layer."""
 Switch = bool | str
 """A constant of the family, or the key of config.json that decides."""
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "quick_gelu")
 """Activations of gated MLPs that policies/megatron computes."""
 DECODER, TOWER = "model.language_model.", "model.visual."
 """Prefixes of the parts of a vision model in transformers' modules."""
@@ -57,7 +57,10 @@ class Experts:
     `count` are the keys for the number of experts, and `width` is the key for the width of one. `sparse` says for every
     layer whether it has experts. A softmax router normalizes the weights of the chosen experts if `normalizes`. A
     sigmoid router always does, and has a bias, `bias`, that affects only the choice. `prefix` precedes the mixture's
-    tensor names on disk, and `names` are an expert's matrices.
+    tensor names on disk, and `names` are an expert's matrices. `gate` is the router's name.
+
+    If `stacked`, the experts of a layer are in one tensor for each matrix on disk, transposed and with biases (gpt-oss,
+    arXiv:2508.10925). The router has a bias too, and gate and up are clamped.
     """
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
@@ -68,6 +71,8 @@ class Experts:
     prefix: str = "mlp"
     bias: str = ""
     names: tuple[str, ...] = blocks.MLP_NAMES
+    gate: str = "gate"
+    stacked: bool = False
     shared: SharedExpert | None = None
 
     def number(self, config: Config) -> int:
@@ -99,6 +104,8 @@ class Experts:
             fields |= {"moe_router_score_function": "softmax", "moe_router_pre_softmax": pre_softmax}
         else:
             fields |= _sigmoid_fields(config)
+        if self.stacked:
+            fields |= {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
         if self.shared is not None and (width := self.shared.width(config)):
             fields["moe_shared_expert_intermediate_size"] = width
             fields |= {"moe_shared_expert_gate": True} if self.shared.gated else {}
@@ -107,7 +114,10 @@ class Experts:
     def links(self, config: Config, mcore: str, hf: str) -> list[ParamMapping]:
         """Return the links of a layer's router, routed experts and shared expert."""
         H, count, mcore, hf = config["hidden_size"], self.number(config), f"{mcore}.mlp", f"{hf}.{self.prefix}"
-        links = [same(f"{mcore}.router.weight", f"{hf}.gate.weight", count, H)]
+        links = [same(f"{mcore}.router.weight", f"{hf}.{self.gate}.weight", count, H)]
+        if self.stacked:
+            links.append(same(f"{mcore}.router.bias", f"{hf}.{self.gate}.bias", count))
+            return links + blocks.stacked_experts(mcore, hf, count, H, config[self.width])
         if self.bias:
             links.append(same(f"{mcore}.router.expert_bias", f"{hf}.{self.bias}", count))
         for e in range(count):
@@ -242,6 +252,8 @@ class Family:
     """Factor of attention scores, if it is not head_dim ** -0.5."""
     soft_caps: tuple[str, ...] = ()
     """Keys of limits on attention scores or logits."""
+    sinks: bool = False
+    """Whether every head has a logit that takes a part of the softmax."""
     rope: Callable[[Config], Rope] = rope
     experts: Experts | None = None
     tower: Tower | None = None
@@ -289,6 +301,8 @@ class Family:
             *([f"{self.activation} in MLPs"] if self.activation in ACTIVATIONS[1:] else []),
             *(["attention within windows"] if self.windows else []),
             *(["another scale of attention scores"] if self.softmax_scale else []),
+            *(["attention sinks"] if self.sinks else []),
+            *(["biases of all linear layers"] if self.is_biased else []),
             *(["scaled embeddings"] if self.scales_embedding else []),
             *([self.attention.name] if self.attention and self.attention.layer != "gated_delta" else []),
             *(["norms on the outputs of attention and MLP"] if self.is_sandwich else []),
@@ -318,12 +332,13 @@ class Family:
             "layernorm_epsilon": config["rms_norm_eps"],
             "normalization": "RMSNorm",
             "gated_linear_unit": True,
-            "add_bias_linear": False,
+            "add_bias_linear": self.is_biased,
             "add_qkv_bias": is_on(self.qkv_bias, config),
             "qk_layernorm": is_on(self.qk_norm, config),
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
             **({"layernorm_zero_centered_gamma": True} if self.offset_norms else {}),
+            **({"softmax_type": "learnable"} if self.sinks else {}),
             **({"softmax_scale": self.softmax_scale(config)} if self.softmax_scale else {}),
             **experts,
             **({} if self.attention is None else self.attention.fields(config)),
@@ -341,7 +356,8 @@ class Family:
             layer=self._layer,
             activation=self.activation,
             embedding_scale=config["hidden_size"] ** 0.5 if self.scales_embedding else 1.0,
-            windows=self._windows(config),
+            windows=tuple(self.windows(config)) if self.windows else (),
+            sinks=self.sinks,
             local_rope=None if self.local_rope is None else self.local_rope(config),
             extra={} if self.attention is None else dict(self.attention.extra),
         )
@@ -370,16 +386,14 @@ class Family:
         return blocks.layered(config, layer, prefix)
 
     @property
+    def is_biased(self) -> bool:
+        """Return whether all linear layers of attention, routers and experts have biases."""
+        return self.output_bias is True and self.experts is not None and self.experts.stacked
+
+    @property
     def is_sandwich(self) -> bool:
         """Return whether the outputs of attention and MLP are normalized too."""
         return len(self.norms) > len(blocks.NORMS)
-
-    def _windows(self, config: Config) -> tuple[int | None, ...]:
-        """Return the windows of all layers, without those that hold every position. Empty if none is left."""
-        positions = config["max_position_embeddings"]
-        sizes = self.windows(config) if self.windows else []
-        windows = tuple(None if size is None or size >= positions else int(size) for size in sizes)
-        return windows if any(windows) else ()
 
     @property
     def _layer(self) -> Layer:
@@ -397,12 +411,19 @@ class Family:
             for x, heads in (("q", config["num_attention_heads"]), ("k", config["num_key_value_heads"])):
                 name = f"{mcore}.self_attention.{x}_layernorm.weight"
                 links.append(same(name, f"{hf}.self_attn.{x}_norm.weight", heads * D, split=split))
+        mcore, hf = f"{mcore}.self_attention", f"{hf}.self_attn"
+        if self.is_biased:
+            links.append(same(f"{mcore}.linear_proj.bias", f"{hf}.o_proj.bias", config["hidden_size"]))
+        if self.sinks:
+            heads, name = config["num_attention_heads"], f"{mcore}.core_attention.softmax_offset"
+            links.append(same(name, f"{hf}.sinks", heads, split=TensorParallelSplit(0)))
         return links
 
     def _check_trained(self, config: Config) -> None:
         """Raise CheckpointError for what Megatron's layers here do not have. Absent keys are accepted."""
         biases = (self.output_bias, self.mlp_bias)
-        untrained = [*self.untrained, *(["biases of output projections"] if True in biases else [])]
+        only_some = True in biases and not self.is_biased
+        untrained = [*self.untrained, *(["biases of output projections"] if only_some else [])]
         if untrained:
             raise CheckpointError(
                 f"config.json: {self.name} models cannot be trained by Megatron or converted ({', '.join(untrained)})"

@@ -58,8 +58,12 @@ def chosen(layers: Iterable[str], targets: Sequence[str]) -> list[str]:
 
 
 def linear_layers(links: Sequence[ParamMapping]) -> list[str]:
-    """List the Hugging Face layers that are matrices of a Megatron model's decoder, except routers."""
-    return [name.removesuffix(".weight") for link in links if _LINEAR.fullmatch(link.megatron) for name in link.hf]
+    """List the Hugging Face layers that are matrices of a Megatron model's decoder, except routers.
+
+    Experts in one tensor are not layers.
+    """
+    names = [name for link in links if _LINEAR.fullmatch(link.megatron) for name in link.hf]
+    return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
 
 
 def adapter_links(link: ParamMapping, layers: Collection[str], rank: int) -> list[tuple[ParamMapping, ParamMapping]]:

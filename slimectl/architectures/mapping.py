@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -148,6 +148,30 @@ class Deinterleave(Merge):
 
 
 @dataclass(frozen=True)
+class Transposed(Merge):
+    """A single matrix [I, O] of a product from the left, or its bias [O], for a product with [O, I].
+
+    If `interleaved`, outputs alternate between two layers (gate and up), and become one block of each.
+    """
+
+    interleaved: bool = False
+
+    def whole(self, parts: Sequence[Tensor], empty: Empty | None = None) -> Tensor:
+        rows = parts[0].transpose(0, -1)
+        if self.interleaved:
+            rows = rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+        return _cat([rows], empty=empty)
+
+    def parts(self, merged: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
+        if self.interleaved:
+            merged = merged.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+        return (merged.transpose(0, -1).contiguous(),)
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        return shapes[0][::-1]
+
+
+@dataclass(frozen=True)
 class TensorParallelSplit:
     """Tensor-parallel split of a Megatron parameter: every block along `axis` in equal parts, one for each rank.
 
@@ -241,6 +265,8 @@ class ParamMapping:
 
 
 _FUSED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
+_STACK = re.compile(r".+\.experts\.(gate_up_proj|down_proj)(_bias)?")
+_PART = re.compile(rf"({_STACK.pattern})\.(\d+)")
 
 
 @dataclass(frozen=True)
@@ -270,6 +296,54 @@ def views(shapes: Mapping[str, Shape]) -> dict[str, TensorView]:
         for expert in range(shape[0]):
             result |= dict(_parts(name, match[1], match[2], expert, shape))
     return result
+
+
+def stack_views(shapes: Mapping[str, Shape]) -> dict[str, TensorView]:
+    """Return views of each expert's parts of the tensors that hold all experts of a layer: `….experts.down_proj.0`.
+
+    For families whose checkpoints have these tensors, in forms of their own (gpt-oss).
+    """
+    sources = [(name, shape) for name, shape in shapes.items() if _STACK.fullmatch(name) and shape]
+    return {
+        f"{name}.{e}": TensorView(name, (e, slice(None)), shape[1:]) for name, shape in sources for e in range(shape[0])
+    }
+
+
+def stacked_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the shapes of published tensors, where `shapes` may have parts of `stack_views`, in order.
+
+    >>> stacked_shapes({"a.experts.down_proj.0": (4, 2), "a.experts.down_proj.1": (4, 2), "b": (3,)})
+    {'a.experts.down_proj': (2, 4, 2), 'b': (3,)}
+    """
+    counts: dict[str, int] = {}
+    result: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        part = _PART.fullmatch(name)
+        source = part[1] if part else name
+        counts[source] = counts.get(source, 0) + 1
+        result[source] = (counts[source], *shape) if part else shape
+    return result
+
+
+def published_shapes(links: Iterable[ParamMapping]) -> dict[str, Shape]:
+    """Return the shapes of all tensors of the links, by their names in published checkpoints."""
+    return stacked_shapes({name: shape for link in links for name, shape in zip(link.hf, link.shapes, strict=True)})
+
+
+def stacked(tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
+    """Stream published tensors, each after its last part. `shapes` are those of `stacked_shapes`."""
+    incomplete: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        part = _PART.fullmatch(name)
+        if part is None:
+            yield name, tensor
+            continue
+        source, e = part[1], int(part[4])
+        if source not in incomplete:
+            incomplete[source] = tensor.new_empty(shapes[source])
+        incomplete[source][e] = tensor
+        if e == shapes[source][0] - 1:
+            yield source, incomplete.pop(source)
 
 
 def _parts(source: str, prefix: str, kind: str, expert: int, shape: Shape) -> Iterable[tuple[str, TensorView]]:

@@ -9,7 +9,7 @@ from slimectl.architectures import blocks
 from slimectl.architectures.config import Config, Rope, head_dim, rope
 from slimectl.architectures.deepseek import LATENT, SPARSE_LATENT, sparse_layers
 from slimectl.architectures.family import DECODER, TOWER, TOWER_PATTERN, Experts, Family, SharedExpert, Tower
-from slimectl.architectures.mapping import Shape
+from slimectl.architectures.mapping import Shape, published_shapes
 from slimectl.architectures.qwen_next import GATED_DELTA, GATED_DELTA_OF_NEXT
 from slimectl.errors import CheckpointError
 
@@ -185,11 +185,24 @@ GEMMA3 = Family(
 )  # fmt: skip
 """Gemma 3 models of text only (270M, 1B), arXiv:2503.19786."""
 
+GPT_OSS = Family(
+    "gpt_oss",
+    qkv_bias=True,
+    output_bias=True,
+    sinks=True,
+    windows=sliding_windows,
+    activation="quick_gelu",
+    experts=Experts(width="intermediate_size", normalizes=True, gate="router", names=(), stacked=True),
+    required={"hidden_act": "silu", "attention_bias": True},
+)
+"""gpt-oss. config.json says silu, but its experts compute x sigmoid(1.702 x), quick_gelu. arXiv:2508.10925."""
+
 FAMILIES = {
     family.name: family
     for family in (
         LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, DEEPSEEK, GLM4_MOE_LITE, GLM4, GLM4_MOE, MIMO, MINIMAX, QWEN3_NEXT,
         QWEN3_5, QWEN3_5_MOE, GLM_MOE_DSA, QWEN2_5_VL, QWEN3_VL, GEMMA3,
+        GPT_OSS,
     )
 }  # fmt: skip
 
@@ -226,8 +239,7 @@ class Parameters:
 
 def shapes(config: Config) -> dict[str, Shape]:
     """Return the shape of every tensor that the model uses, by its name on disk. Raises CheckpointError."""
-    links = family_of(config).links(config)
-    return {name: shape for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
+    return published_shapes(family_of(config).links(config))
 
 
 def parameters(config: Config) -> Parameters:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -12,7 +14,7 @@ from slimectl.architectures.blocks import MLP_NAMES
 from slimectl.architectures.config import Config, raw_config
 from slimectl.architectures.config_checks import OTHER_MODEL
 from slimectl.architectures.family import Family
-from slimectl.architectures.mapping import ParamMapping, views
+from slimectl.architectures.mapping import ParamMapping, stack_views, stacked_shapes, views
 from slimectl.architectures.registry import family_of, known_family
 from slimectl.checkpoints.safetensors_io import TensorSpec
 from slimectl.errors import CheckpointError
@@ -86,10 +88,13 @@ def _first(names: Collection[str]) -> str:
 class UnfusedExperts:
     """Weights with separate tensors for each expert, even if the checkpoint stores a layer's experts in two tensors."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, family: Family | None = None) -> None:
+        """`family`: the family whose checkpoints have tensors of all experts in a form of its own, if it is one."""
         self._weights = weights
         self._forms = weights.forms()
-        self._views = views({name: shape for name, (shape, _) in self._forms.items()})
+        is_stacked = family is not None and family.experts is not None and family.experts.stacked
+        find_views = stack_views if is_stacked else views
+        self._views = find_views({name: shape for name, (shape, _) in self._forms.items()})
         self._last: dict[str, torch.Tensor] = {}
 
     def forms(self) -> Mapping[str, TensorSpec]:
@@ -120,6 +125,31 @@ def unfused(weights: Weights, folder: Path) -> Weights:
     return weights
 
 
+class StackedExperts:
+    """Weights under the names of published checkpoints, which may have tensors of all experts of a layer.
+
+    The reverse of UnfusedExperts for families with `Experts.stacked`.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    @cached_property
+    def _parts(self) -> Mapping[str, TensorSpec]:
+        return self._weights.forms()
+
+    def forms(self) -> Mapping[str, TensorSpec]:
+        shapes = stacked_shapes({name: shape for name, (shape, _) in self._parts.items()})
+        parts = self._parts
+        return {name: (shape, parts[name if name in parts else f"{name}.0"][1]) for name, shape in shapes.items()}
+
+    def get(self, name: str) -> torch.Tensor:
+        if name in self._parts:
+            return self._weights.get(name)
+        parts = itertools.takewhile(self._parts.__contains__, (f"{name}.{e}" for e in itertools.count()))
+        return torch.stack([self._weights.get(part) for part in parts])
+
+
 class ValidatedWeights:
     """Validated tensors of `weights`: the model's in the order of its links, then the tensors carried along.
 
@@ -128,7 +158,7 @@ class ValidatedWeights:
     """
 
     def __init__(self, weights: Weights, model: ValidatedModel, location: str) -> None:
-        weights = UnfusedExperts(weights)
+        weights = UnfusedExperts(weights, model.family)
         self.carried = model.account(weights.forms(), location).carried
         self._weights = weights
         self._names = [*(name for link in model.links for name in link.hf), *self.carried]

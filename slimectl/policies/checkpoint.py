@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from slimectl.architectures.mapping import Shape
 from slimectl.chats.model_tokens import template_ends, write_end_tokens
 from slimectl.chats.tokenizer import has_tokenizer, load_tokenizer
 from slimectl.checkpoints import hf
@@ -62,7 +64,7 @@ def moment_shapes(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
     return {f"{moment}.{name}": shape for name, shape in shapes.items() for moment in MOMENTS}
 
 
-def write_float32(path: Path, shapes: dict[str, torch.Size], tensors: Iterator[tuple[str, Tensor]]) -> None:
+def write_float32(path: Path, shapes: Mapping[str, Shape], tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Write a safetensors file of float32 tensors as a stream. `tensors` must come in the order of `shapes`.
 
     The writer of safetensors needs all tensors at once, which takes twice the memory of the model.
@@ -70,7 +72,7 @@ def write_float32(path: Path, shapes: dict[str, torch.Size], tensors: Iterator[t
     header: dict[str, Any] = {}
     end = 0
     for name, shape in shapes.items():
-        start, end = end, end + 4 * shape.numel()
+        start, end = end, end + 4 * math.prod(shape)
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -87,7 +89,7 @@ def check_value_head(path: Path) -> None:
         raise CheckpointError(f'{path}: no {VALUE_HEAD}. This policy was trained with algorithm.critic = "separate".')
 
 
-def read_tensors(path: Path, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(path: Path, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
     """Stream the tensors listed in `shapes`, one at a time. Raises CheckpointError if one is missing or misshapen."""
     try:
         check_file(path)

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slimectl.architectures.lora import is_adapter, merged
+from slimectl.architectures.mapping import Shape
 from slimectl.errors import CheckpointError
 from slimectl.policies.checkpoint import read_tensors, write_float32
 from slimectl.system.model_files import MAX_CONFIG_BYTES, check_file, read_json
@@ -63,7 +64,7 @@ def write_adapter(
     path: Path,
     options: LoraOptions,
     base: Path,
-    shapes: Mapping[str, torch.Size],
+    shapes: Mapping[str, Shape],
     tensors: Iterator[tuple[str, Tensor]],
 ) -> None:
     """Write everything that was trained to the new directory `path`, in the format of peft's PeftModel."""
@@ -86,7 +87,7 @@ def write_adapter(
     write_float32(path / WEIGHTS, {PREFIX + name: shape for name, shape in shapes.items()}, named)
 
 
-def read_adapter(path: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+def read_adapter(path: Path, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
     """Stream the parameters listed in `shapes`, in float32, one at a time. Raises CheckpointError."""
     prefixed_shapes = {PREFIX + name: shape for name, shape in shapes.items()}
     for name, tensor in read_tensors(path / WEIGHTS, prefixed_shapes):

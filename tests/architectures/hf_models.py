@@ -106,6 +106,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "indexer_types": ["full", "full", "shared"],
     },
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", **MLA, "q_lora_rank": 20},
+    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
     "gemma3": {"model_type": "gemma3_text", "tie_word_embeddings": True},
 }
 

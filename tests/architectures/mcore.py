@@ -52,7 +52,7 @@ def bare_model(architecture: Architecture) -> GPTModel:
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False  # mcore (0.16.1) says that it has what it failed to import
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
-    for layer in block.layer_specs:
+    for layer in block.layer_specs if architecture.mla else ():
         # It has no parameters, and mcore's own (0.16.1) does not take part in latent attention.
         layer.submodules.self_attention.submodules.core_attention = IdentityOp
     return GPTModel(

@@ -31,6 +31,8 @@ glm4.5-355B-A32B         92 5120   12288 96    8      128      1000000  0.5  151
 glm4.7-30B-A3B           47 2048   10240 20    -      192      1000000  1.0  154880 1e-5  no   y       y
 glm5-744B-A40B           78 6144   12288 64    -      192      1000000  1.0  154880 1e-5  no   y       n
 glm5.2-744B-A40B         78 6144   12288 64    -      192      8000000  1.0  154880 1e-5  no   y       n
+gpt-oss-120b             36 2880   2880  64    8      64       150000   1.0  201088 1e-5  no   n       y
+gpt-oss-20b              24 2880   2880  64    8      64       150000   1.0  201088 1e-5  no   n       y
 kimi-k2-thinking         61 7168   18432 64    -      64       50000    1.0  163840 1e-5  no   y       n
 kimi-k2                  61 7168   18432 64    -      64       50000    1.0  163840 1e-6  no   y       n
 llama3-70B               80 8192   28672 64    8      128      500000   1.0  128256 1e-5  no   n       n
@@ -75,6 +77,8 @@ glm4.5-355B-A32B    3     89  160     1536    8    1536       sigmoid y   y    -
 glm4.7-30B-A3B      1     46  64      1536    4    1536       sigmoid y   y    -      -          1.8
 glm5-744B-A40B      3     75  256     2048    8    2048       sigmoid y   y    -      -          2.5
 glm5.2-744B-A40B    3     75  256     2048    8    2048       sigmoid y   y    -      -          2.5
+gpt-oss-120b        0     36  128     2880    4    -          softmax -   -    -      -          -
+gpt-oss-20b         0     24  32      2880    4    -          softmax -   -    -      -          -
 kimi-k2-thinking    1     60  384     2048    8    2048       sigmoid y   y    1      1          2.827
 kimi-k2             1     60  384     2048    8    2048       sigmoid y   y    1      1          2.827
 minimax-m2          0     62  256     1536    8    -          sigmoid y   y    -      -          -
@@ -104,6 +108,8 @@ model                    factor mscale mscale_all_dim
 deepseek-v3-20layer      40     1.0    1.0
 deepseek-v3-5layer       40     1.0    1.0
 deepseek-v3              40     1.0    1.0
+gpt-oss-120b             32.0   -      -
+gpt-oss-20b              32.0   -      -
 kimi-k2-thinking         64.0   1.0    1.0
 kimi-k2                  32.0   1.0    1.0
 llama3.1-8B-Instruct     8.0    -      -
@@ -142,7 +148,7 @@ def number(text: str) -> float | None:
 
 def test_there_is_a_card_for_every_row_and_three_to_learn_on():
     assert set(cards.names()) == {*ROWS, *LEARNERS}
-    assert len(ROWS) == 44
+    assert len(ROWS) == 46
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -14,18 +14,22 @@ from vision_models import vision_model
 
 from slimectl.architectures.config import read_config
 from slimectl.architectures.registry import FAMILIES, family_of
+from slimectl.checkpoints.hf import InMemoryWeights
+from slimectl.checkpoints.validate import UnfusedExperts
 from slimectl.errors import CheckpointError
 
 
 @pytest.fixture(scope="module")
 def on_disk(tmp_path_factory):
-    """The tensors of a family's checkpoint, written once."""
+    """The tensors of a family's checkpoint, written once, with separate ones for each expert."""
     written: dict[str, dict[str, torch.Tensor]] = {}
 
     def tensors(name: str) -> dict[str, torch.Tensor]:
         if name not in written:
             folder: Path = saved(name, tmp_path_factory.mktemp("model"))
-            written[name] = load_file(folder / "model.safetensors")
+            tensors = InMemoryWeights(load_file(folder / "model.safetensors").items())
+            separate = UnfusedExperts(tensors, family_of(config_of(name)))
+            written[name] = {part: separate.get(part) for part in separate.forms()}
         return written[name]
 
     return tensors

@@ -61,7 +61,7 @@ def test_back_is_byte_identical(name: str, tmp_path: Path):
         assert tensor in load_file(tmp_path / "back" / file)
 
 
-@pytest.mark.parametrize("name", ["qwen3 tied", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3 tied", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss"])
 def test_megatrons_model_computes_the_same_logits_from_it(name: str, tmp_path: Path):
     pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'slimectl[megatron]'")
     summary = convert_checkpoint(model(name, tmp_path / "hf"), tmp_path / "torch_dist", ConvertOptions(to="torch_dist"))

@@ -18,7 +18,7 @@ from slimectl.checkpoints.quantization import Quantized
 from slimectl.checkpoints.quantization_schemes import Fp8Blocks, Fp8Scale, Int4Groups, WritableScheme
 from slimectl.checkpoints.torch_dist.mapping import TorchDistWeights, chunks_of, extra_states
 from slimectl.checkpoints.torch_dist.writer import write_torch_dist
-from slimectl.checkpoints.validate import UnfusedExperts, ValidatedWeights
+from slimectl.checkpoints.validate import StackedExperts, UnfusedExperts, ValidatedWeights
 from slimectl.data.convert_options import ConvertOptions
 from slimectl.data.hashing import Digest, content_hash
 from slimectl.data.manifest import Manifest, check_integrity, integrity_error, settings_hash
@@ -116,12 +116,14 @@ def _reader_and_writer(source: Source, options: ConvertOptions) -> Ends:
 
         return cast, lambda path: TorchDistWeights(path, model), write
     if source.model and source.kind != "torch_dist" and not source.quantized:
-        source.model.account(UnfusedExperts(weights).forms(), source.location)
+        source.model.account(UnfusedExperts(weights, source.model.family).forms(), source.location)
     if options.dtype:
         weights = CastWeights(weights, DTYPES[options.dtype])
     if options.quantize:
         # Readers of quantized models know single experts, and not every family's layout of fused ones.
-        weights = Quantized(UnfusedExperts(weights) if source.model else weights, _scheme(options))
+        if source.model:
+            weights = StackedExperts(UnfusedExperts(weights, source.model.family))
+        weights = Quantized(weights, _scheme(options))
     return weights, HFWeights, partial(write_hf, max_shard_bytes=options.max_shard_bytes)
 
 

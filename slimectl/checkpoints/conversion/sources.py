@@ -20,7 +20,7 @@ from slimectl.checkpoints.safetensors_io import TensorMemory
 from slimectl.checkpoints.stored_names import PlainNames, is_quantized, lasting_obstacle
 from slimectl.checkpoints.torch_dist.mapping import TorchDistWeights
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist, newest
-from slimectl.checkpoints.validate import ValidatedModel
+from slimectl.checkpoints.validate import StackedExperts, ValidatedModel
 from slimectl.data.convert_options import ConvertOptions
 from slimectl.data.hugging_face import or_fetch
 from slimectl.errors import BackendError, CheckpointError, SettingsError
@@ -200,7 +200,8 @@ def _torch_dist(path: Path, config: Path | None, card: str | None) -> Source:
         if folder:
             copy_companions(folder, into)
 
-    return Source("torch_dist", str(path), TorchDistWeights(path, model, TensorMemory()), raw, model, companions)
+    weights = StackedExperts(TorchDistWeights(path, model, TensorMemory()))
+    return Source("torch_dist", str(path), weights, raw, model, companions)
 
 
 def _check_agreement(first_path: Path, first: Config, second_path: Path, second: Config) -> None:

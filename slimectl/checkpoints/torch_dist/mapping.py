@@ -19,7 +19,7 @@ from slimectl.checkpoints.safetensors_io import TensorMemory, TensorSpec
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist, newest
 from slimectl.checkpoints.torch_dist.reader import TorchDistReader
 from slimectl.checkpoints.torch_dist.writer import Chunk
-from slimectl.checkpoints.validate import EMBEDDING, ValidatedModel, refuse_extra
+from slimectl.checkpoints.validate import EMBEDDING, StackedExperts, ValidatedModel, refuse_extra
 from slimectl.errors import CheckpointError
 from slimectl.protocols import Weights
 
@@ -130,7 +130,7 @@ class ModelCheckpoint(HFCheckpoint):
     def open(self, path: Path, memory: TensorMemory | None = None) -> Weights:
         if not is_torch_dist(path):
             return super().open(path, memory)
-        return TorchDistWeights(newest(path), ValidatedModel(read_config(path)))
+        return StackedExperts(TorchDistWeights(newest(path), ValidatedModel(read_config(path))))
 
 
 def chunks_of(weights: Weights, model: ValidatedModel, carried: tuple[str, ...]) -> list[Chunk]:

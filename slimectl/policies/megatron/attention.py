@@ -12,15 +12,17 @@ import inspect
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from slimectl.policies.causal_attention import PLAIN, Scoring, causal_attention, gather_contexts
@@ -41,12 +43,19 @@ class PackedCoreAttention(nn.Module):
         softmax_scale: float | None = None,
         pg_collection: Any = None,
         scoring: Scoring = PLAIN,
+        sinks: bool = False,
         **_: Any,
     ) -> None:
         super().__init__()
         self.scale = softmax_scale
-        self.group = pg_collection.cp
+        self.group, self.tp_group = pg_collection.cp, pg_collection.tp
         self.scoring = scoring
+        if sinks:  # under the name of mcore's DotProductAttention
+            heads = config.num_attention_heads // self.tp_group.size()
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+            self.scoring = replace(scoring, sinks_H=self.softmax_offset)
 
     def forward(self, query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, packed: PackedSequences) -> Tensor:
         """Return the attention output with heads side by side: [T, H·V]."""
@@ -64,6 +73,13 @@ class PackedCoreAttention(nn.Module):
             _attend(query, call, key_TKD, value_TKV, self.scale, self.scoring)
             for query, call in zip(query_THD.split(sizes), calls, strict=True)
         ])  # fmt: skip
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Describe the sinks for mcore's checkpoints: sharded by heads."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets,
+            tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
 
 
 class PackedSelfAttention(SelfAttention):

@@ -23,12 +23,13 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.utils import _ReaderView
 from torch.nn.functional import pad
 
-from slimectl.architectures.mapping import ParamMapping
+from slimectl.architectures.mapping import ParamMapping, Shape, stacked_shapes
 from slimectl.checkpoints.torch_dist.archive import FileRange, check_stored
 from slimectl.checkpoints.torch_dist.mapping import CARRIED
 from slimectl.checkpoints.torch_dist.metadata import read_metadata
@@ -291,23 +292,34 @@ def load_adapter(path: Path, state: DistributedParameters, links: Iterable[Param
 
 def load_moments(path: Path, state: DistributedParameters, updated: Iterable[ParamMapping], *, updates: int) -> None:
     """Load this rank's part of the moments of `updated`. `updates` is the step count. Raises CheckpointError."""
-    local_links = state.mine(updated)
-    stream = read_tensors(trainer_folder(path) / OPTIMIZER, moment_shapes(local_links))
+    updated = list(updated)
+    local_links, shapes = state.mine(updated), stacked_shapes(moment_shapes(updated))
+    local = moment_shapes(local_links)
+    stream = read_tensors(trainer_folder(path) / OPTIMIZER, {name: shapes[name] for name in stacked_shapes(local)})
+    waiting: dict[str, Tensor] = {}
+
+    def read(name: str) -> Tensor:
+        while name not in waiting:
+            source, tensor = next(stream)
+            parts = {source: tensor} if source in local else {f"{source}.{e}": part for e, part in enumerate(tensor)}
+            waiting.update((part, value) for part, value in parts.items() if part in local)
+        return waiting.pop(name)
+
     for link in local_links:
         for moment in MOMENTS:
-            parts = {name: next(stream)[1] for name in link.hf}
+            parts = {name: read(f"{moment}.{name}") for name in link.hf}
             state.assign(link, moment, parts.__getitem__, updates=updates)
 
 
-def shapes_of(links: Iterable[ParamMapping]) -> dict[str, torch.Size]:
+def shapes_of(links: Iterable[ParamMapping]) -> dict[str, Shape]:
     """Return the shapes of the Hugging Face tensors of the links, in order."""
-    return {name: torch.Size(shape) for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
+    return {name: shape for link in links for name, shape in zip(link.hf, link.shapes, strict=True)}
 
 
-def moment_shapes(links: Iterable[ParamMapping]) -> dict[str, torch.Size]:
+def moment_shapes(links: Iterable[ParamMapping]) -> dict[str, Shape]:
     """Return the shapes of the moments, in the order of DistributedParameters.each."""
     return {
-        f"{moment}.{name}": torch.Size(shape)
+        f"{moment}.{name}": shape
         for link in links
         for moment in MOMENTS
         for name, shape in zip(link.hf, link.shapes, strict=True)

@@ -262,7 +262,7 @@ def transformer_config(
 
 _TUNABLE = {"hidden_dropout", "attention_dropout", "moe_aux_loss_coeff", "moe_router_bias_update_rate"}
 """Fields with a default from the architecture that training may override."""
-_NEEDED = {"variable_seq_lengths", "calculate_per_token_loss", "moe_token_dispatcher_type", "add_bias_linear"}
+_NEEDED = {"variable_seq_lengths", "calculate_per_token_loss", "moe_token_dispatcher_type"}
 """Fields that the attention, batches and losses of this package depend on."""
 
 
@@ -280,7 +280,11 @@ def _skip_initialization(weight: Tensor) -> Tensor:
     return weight
 
 
-_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda states: states * torch.sigmoid(1.702 * states),
+}
 
 _ALWAYS: dict[str, Any] = {
     "init_method": _skip_initialization,

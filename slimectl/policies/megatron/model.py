@@ -133,7 +133,9 @@ def _grouped_query_attention(architecture: Architecture, config: Any, window: in
         params={"local_rope": window is not None and architecture.local_rope is not None},
         submodules=SelfAttentionSubmodules(
             linear_qkv=column,
-            core_attention=ModuleSpec(module=PackedCoreAttention, params={"scoring": Scoring(window)}),
+            core_attention=ModuleSpec(
+                module=PackedCoreAttention, params={"scoring": Scoring(window), "sinks": architecture.sinks}
+            ),
             linear_proj=row,
             q_layernorm=query_norm,
             k_layernorm=key_norm,

@@ -47,6 +47,9 @@ class Experts(SequentialMLP):
         # expert size and loading at another, so experts have a separate optimizer at every size.
         for parameter in self.parameters():
             parameter.allreduce = False
+            # mcore marks the biases of the second matrices as replicated over tensor-parallel ranks. It would sum their
+            # gradients over these, and leave out those of experts that only other ranks hold from the norm.
+            parameter.sequence_parallel, parameter.tensor_model_parallel = False, True
 
     def forward(self, rows_NI: Tensor, tokens_per_expert_E: Tensor, weights_N: Tensor) -> tuple[Tensor, None]:
         """Apply each row's expert and multiply by the row's weight. Rows are sorted by expert."""
@@ -54,18 +57,30 @@ class Experts(SequentialMLP):
         up = [expert.linear_fc1 for expert in self.local_experts]
         down = [expert.linear_fc2 for expert in self.local_experts]
         gate_NF, up_NF = _grouped_linear(rows_NI, ends_E, up).chunk(2, dim=-1)
-        inner_NF = (self.config.activation_func(gate_NF) * up_NF * weights_N[:, None]).to(rows_NI.dtype)
-        return _grouped_linear(inner_NF, ends_E, down), None
+        if (limit := self.config.activation_func_clamp_value) is not None:
+            gate_NF, up_NF = gate_NF.clamp(max=limit), up_NF.clamp(-limit, limit)
+        activated_NF = self.config.activation_func(gate_NF) * (up_NF + self.config.glu_linear_offset)
+        inner_NF = (activated_NF * weights_N[:, None]).to(rows_NI.dtype)
+        return _grouped_linear(inner_NF, ends_E, down, weights_N), None
 
 
-def _grouped_linear(rows_NI: Tensor, ends_E: Tensor, linears: Sequence[Any]) -> Tensor:
-    """Multiply rows by the matrix of their expert, and add its adapter if there is one (lora.py)."""
+def _grouped_linear(rows_NI: Tensor, ends_E: Tensor, linears: Sequence[Any], weights_N: Tensor | None = None) -> Tensor:
+    """Multiply rows by the matrix of their expert, and add its bias, and its adapter if there is one (lora.py).
+
+    `weights_N` are factors that the rows already have, and biases need.
+    """
     output_NO = _GroupedLinear.apply(rows_NI, ends_E, *(linear.weight for linear in linears))  # type: ignore[no-untyped-call]
     adapters = [linear.adapter for linear in linears if hasattr(linear, "adapter")]
     if adapters:
         inner_NK = _GroupedLinear.apply(rows_NI, ends_E, *(adapter.down() for adapter in adapters))  # type: ignore[no-untyped-call]
         added_NO = _GroupedLinear.apply(inner_NK, ends_E, *(adapter.up() for adapter in adapters))  # type: ignore[no-untyped-call]
         output_NO = output_NO + adapters[0].scale * added_NO
+    if linears[0].bias is not None:
+        places_N = torch.arange(len(rows_NI), device=ends_E.device, dtype=ends_E.dtype)
+        # An embedding, because the backward pass of indexing adds up gradients in any order on a GPU.
+        biases_EO = torch.stack([linear.bias for linear in linears])
+        bias_NO = F.embedding(torch.searchsorted(ends_E, places_N, right=True), biases_EO)
+        output_NO = output_NO + (bias_NO if weights_N is None else (bias_NO * weights_N[:, None]).to(bias_NO.dtype))
     return output_NO
 
 

@@ -17,12 +17,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from slimectl.architectures.config import read_config
-from slimectl.architectures.mapping import ParamMapping
+from slimectl.architectures.mapping import ParamMapping, published_shapes, stacked, stacked_shapes
 from slimectl.architectures.parallel import prefix_obstacle
 from slimectl.architectures.registry import family_of
 from slimectl.checkpoints.base_model import fingerprint
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
-from slimectl.checkpoints.validate import inventory
+from slimectl.checkpoints.validate import UnfusedExperts, inventory
 from slimectl.errors import SettingsError
 from slimectl.policies.checkpoint import (
     MOMENTS,
@@ -101,6 +101,7 @@ class MegatronTrainer:
         self.family, self.architecture = family, family.architecture(config)
         self.prefix_obstacle = prefix_obstacle(self.architecture.transformer, megatron.args)
         self.links = [*family.links(config), *self._extra_links()]
+        self.shapes = published_shapes(self.links)
         self.adapters = None if options.lora is None else Adapters(options.lora, self.links, megatron.args)
         self.base_dir = self.model_dir
         grouped = dist.is_available() and dist.is_initialized()
@@ -181,7 +182,7 @@ class MegatronTrainer:
 
     def _read_weights(self, path: Path) -> CarriedWeights:
         """Load the weights of a directory. Returns the tensors in it that training does not use."""
-        weights = self._open_weights(path)
+        weights = UnfusedExperts(self._open_weights(path), self.family)
         stored = inventory(weights.forms(), self.links, self.family, str(path))
         self.names = stored.names
         for link in self.state.mine(self.links):
@@ -298,9 +299,9 @@ class MegatronTrainer:
         """Stream the full float32 masters with adapters merged, in checkpoint order."""
         with self._awake():
             if self.adapters is not None:
-                yield from self.adapters.merged(self.state, self.names)
+                yield from stacked(self.adapters.merged(self.state, self.names), self.shapes)
             else:
-                yield from self.state.tensors(self.names, PARAM)
+                yield from stacked(self.state.tensors(self.names, PARAM), self.shapes)
 
     def adapter(self) -> Adapter:
         """Return only the adapter. Its tensors are gathered as they are read."""
@@ -341,11 +342,12 @@ class MegatronTrainer:
 
     def _save_hf(self, path: Path, trainer_state: dict[str, Any]) -> None:
         shapes = checkpoint.shapes_of(self.updated)
-        moments = self.state.each(self.updated, MOMENTS)
+        moment_shapes = stacked_shapes(checkpoint.moment_shapes(self.updated))
+        moments = stacked(self.state.each(self.updated, MOMENTS), moment_shapes)
         learned = self.state.tensors(() if self.adapters is None else shapes, PARAM)
         if dist.get_rank() == 0:
             self.checkpoint.write(path, chain(self.weights(), self.carried))
-            write_float32(new_trainer_folder(path) / OPTIMIZER, checkpoint.moment_shapes(self.updated), moments)
+            write_float32(new_trainer_folder(path) / OPTIMIZER, moment_shapes, moments)
             if self.adapters is not None:
                 write_adapter(path / FOLDER, self.adapters.options, self.base_dir, shapes, learned)
             copy_companions(self.model_dir, path, torch.float32, self.carried)

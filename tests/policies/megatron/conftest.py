@@ -44,6 +44,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "gemma3_text", "tie_word_embeddings": True, "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "sinks": {
+        "model_type": "gpt_oss", "tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "intermediate_size": 32, "sliding_window": 5,
+    },
 }  # fmt: skip
 
 

@@ -19,6 +19,8 @@ from slimectl.architectures.config import read_config
 from slimectl.architectures.mapping import ParamMapping
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.architectures.registry import family_of
+from slimectl.checkpoints.hf import InMemoryWeights
+from slimectl.checkpoints.validate import UnfusedExperts
 from slimectl.policies.megatron.model import PackedGPT
 from slimectl.policies.megatron.parallel import parallel_state
 
@@ -85,6 +87,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", **LATENT},
     "gemma3": {"model_type": "gemma3_text", **GEMMA3},
+    "gpt_oss": {
+        "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4,
+        "rope_parameters": {**YARN, "truncate": False},
+    },
     "glm4": {"model_type": "glm4", "attention_bias": True},
     "glm4_moe": {
         "model_type": "glm4_moe", **LATENT, "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True,
@@ -126,7 +132,8 @@ class Reference:
 
     def megatron(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Whole Megatron parameters of tensors by their names on disk."""
-        return {link.megatron: link.to_megatron([tensors[name] for name in link.hf]) for link in self.links}
+        weights = UnfusedExperts(InMemoryWeights(tensors.items()), family_of(self.config))
+        return {link.megatron: link.to_megatron([weights.get(name) for name in link.hf]) for link in self.links}
 
 
 def reference(name: str, folder: Path, *, lengths: Sequence[int] = LENGTHS) -> Reference:

@@ -28,6 +28,7 @@ TWO: list[tuple[str, dict[str, Any]]] = [
     ("experts", {"layout": ParallelLayout(expert=2)}),
     ("experts", {"layout": ParallelLayout(tensor=2, expert_tensor=2)}),
     ("latent", {"layout": ParallelLayout(tensor=2, expert=2)}),
+    ("sinks", {"layout": ParallelLayout(tensor=2, expert=2)}),
 ]
 FOUR: list[tuple[str, dict[str, Any]]] = [
     ("tied", {"layout": ParallelLayout(tensor=2, pipeline=2)}),
@@ -90,7 +91,7 @@ def test_four_ranks_equal_one(four: Ranks, four_layers: ModelDir, alone: Any, ki
     assert_equal(four.build(four_layers(kind), **options), alone(kind))
 
 
-@pytest.mark.parametrize("kind", ["dense", "tied"])
+@pytest.mark.parametrize("kind", ["dense", "tied", "windows", "sinks"])
 def test_the_fsdp_policy_makes_the_same_steps(four_layers: ModelDir, alone: Any, kind: str):
     policy = new_policy(four_layers(kind), optimizer=STEADY)
     reports, weights = alone(kind)

@@ -47,7 +47,7 @@ def gradients(policy: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["dense", "tied", "experts", "latent", "windows"])
+@pytest.mark.parametrize("kind", ["dense", "tied", "experts", "latent", "windows", "sinks"])
 def test_any_forks_give_the_loss_and_the_gradient_of_rows_alone(folder: Callable[..., Path], kind: str):
     shared, alone = (trainer(folder(kind), share_prefixes=share) for share in (True, False))
     for seed, loss in ((0, Clipped()), (1, WeightedNegativeLogProb(needs_entropy=True))):

@@ -42,7 +42,7 @@ def train(policy: Any, steps: range) -> list[dict[str, float]]:
     return made
 
 
-@pytest.mark.parametrize("kind", ["tied", "dense"])
+@pytest.mark.parametrize("kind", ["tied", "dense", "sinks"])
 def test_from_one_rank_to_tensor_and_pipeline_ranks_and_back(
     four: Ranks, four_layers: ModelDir, tmp_path: Path, kind: str
 ):

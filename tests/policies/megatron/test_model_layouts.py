@@ -44,6 +44,7 @@ def test_two_ranks_equal_one(two: Ranks, tmp_path: Path):
         "deepseek_v3": [ParallelLayout(tensor=2), ParallelLayout(context=2), ParallelLayout(pipeline=2)],
         "deepseek_v3_yarn": [ParallelLayout(tensor=2, expert=2)],
         "gemma3": [ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(context=2)],
+        "gpt_oss": [ParallelLayout(tensor=2), ParallelLayout(tensor=2, expert=2), ParallelLayout(context=2, expert=2)],
         "glm4": [ParallelLayout(tensor=2)],
         "glm4_moe": [ParallelLayout(tensor=2)],
         "qwen3_next": [ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(expert=2)],

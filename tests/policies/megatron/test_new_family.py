@@ -93,8 +93,8 @@ def test_a_declaration_trains_and_generates(folder: Path):
     [
         ({"activation": "gelu_pytorch_tanh"}, "gelu_pytorch_tanh in MLPs"),
         ({"activation": "relu"}, "relu in MLPs"),
-        ({"offset_norms": True}, "norm weights as offsets from 1"),
         ({"scales_embedding": True}, "scaled embeddings"),
+        ({"sinks": True}, "attention sinks"),
         ({"softmax_scale": lambda config: 0.5}, "another scale of attention scores"),
         ({"windows": lambda config: [4, None]}, "attention within windows"),
         ({"soft_caps": ("final_logit_softcapping",)}, "soft caps"),

@@ -100,7 +100,7 @@ def test_the_fsdp_policy_goes_on_from_megatron_and_megatron_from_it(four_layers:
     assert_goes_on(megatron(four_layers("tied"), optimizer=FALLING), tmp_path, *saved[1:])
 
 
-@pytest.mark.parametrize("kind", ["experts", "latent"])
+@pytest.mark.parametrize("kind", ["experts", "latent", "sinks"])
 def test_experts_go_on_in_either_policy(four_layers: ModelDir, tmp_path: Path, kind: str):
     first, fsdp = megatron(four_layers(kind)), new_policy(four_layers(kind), optimizer=STEADY)
     folders = tmp_path / "megatron", tmp_path / "fsdp"
