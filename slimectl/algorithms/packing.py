@@ -244,8 +244,14 @@ class BatchingOptions:
     pair_cost: float = 0.0
     """Cost of an attention pair, relative to the rest of a token's cost, which is 1. Used by balance "flops"."""
 
+    padded: bool = False
+    """Rows of a pack are padded to the longest one. Packs then have rows of similar length."""
+
     def cost(self, pack: Pack) -> float:
         """Return the compute cost of a pack, in tokens."""
+        if self.padded and pack:
+            longest = max(trie.tokens for trie in pack)
+            pack = [PrefixTrie((0,), (longest,), (0,))] * len(pack)
         pairs = self.pair_cost * sum(trie.pairs for trie in pack) if self.balance == "flops" else 0.0
         return tokens_of(pack) + pairs
 
@@ -267,6 +273,21 @@ def pack(tries: Sequence[PrefixTrie], *, max_tokens: int) -> list[Pack]:
     return [[by_size[i] for i in members] for members in first_fit([trie.tokens for trie in by_size], max_tokens)]
 
 
+def pack_by_length(tries: Sequence[PrefixTrie], *, max_tokens: int) -> list[Pack]:
+    """Pack tries of one row, longest first, while rows x longest row is at most `max_tokens`.
+
+    >>> rows = [PrefixTrie((i,), (length,), (0,)) for i, length in enumerate([3, 9, 4, 8])]
+    >>> [[trie.tokens for trie in pack] for pack in pack_by_length(rows, max_tokens=18)]
+    [[9, 8], [4, 3]]
+    """
+    packs: list[Pack] = []
+    for trie in sorted(tries, key=lambda trie: -trie.tokens):
+        if not packs or (len(packs[-1]) + 1) * packs[-1][0].tokens > max_tokens:
+            packs.append([])
+        packs[-1].append(trie)
+    return packs
+
+
 def assign_to_ranks(packs: Sequence[Pack], *, ranks: int, batching: BatchingOptions = DYNAMIC) -> list[list[Pack]]:
     """Assign the same number of packs to every rank, heaviest first, with costs balanced over ranks.
 
@@ -276,9 +297,9 @@ def assign_to_ranks(packs: Sequence[Pack], *, ranks: int, batching: BatchingOpti
     packs = list(packs)
     while len(packs) % ranks:
         heaviest = max(range(len(packs)), key=lambda i: (_can_split(packs[i]), batching.cost(packs[i]), -i))
-        packs[heaviest : heaviest + 1] = (
-            _split_pack(packs[heaviest]) if _can_split(packs[heaviest]) else [packs[heaviest], []]
-        )
+        largest = packs[heaviest]
+        halves = _split_pack(largest, by_length=batching.padded) if _can_split(largest) else [largest, []]
+        packs[heaviest : heaviest + 1] = halves
     costs = [batching.cost(pack) for pack in packs]
     shares = round_robin(len(packs), ranks) if batching.balance == "none" else karmarkar_karp(costs, ranks)
     return [[packs[i] for i in sorted(share, key=lambda i: (-costs[i], i))] for share in shares]
@@ -288,8 +309,14 @@ def _can_split(pack: Pack) -> bool:
     return len(pack) > 1 or (len(pack) == 1 and len(pack[0].rows) > 1)
 
 
-def _split_pack(pack: Pack) -> list[Pack]:
-    """Split a pack into two of nearly equal size. A single trie is split between rows, and shared tokens are copied."""
+def _split_pack(pack: Pack, *, by_length: bool) -> list[Pack]:
+    """Split a pack into two of nearly equal size. A single trie is split between rows, and shared tokens are copied.
+
+    With `by_length`, the longer rows stay together.
+    """
+    if by_length:
+        by_size = sorted(pack, key=lambda trie: -trie.tokens)
+        return [by_size[: len(pack) // 2], by_size[len(pack) // 2 :]]
     if len(pack) > 1:
         return [[pack[i] for i in half] for half in _split_evenly([trie.tokens for trie in pack])]
     return [[half] for half in pack[0].halves()]
@@ -321,7 +348,8 @@ def plan_batches(
     """
     size = batching.micro_batch_size
     if size is None:
-        packs = pack(build_tries(rows, max_tokens=max_tokens, share=share, marks=marks), max_tokens=max_tokens)
+        tries = build_tries(rows, max_tokens=max_tokens, share=share and not batching.padded, marks=marks)
+        packs = (pack_by_length if batching.padded else pack)(tries, max_tokens=max_tokens)
     else:
         packs = [_micro_batch(rows, range(start, min(start + size, len(rows))), share, marks)
                  for start in range(0, len(rows), size)]  # fmt: skip

@@ -70,7 +70,11 @@ class CausalModel:
     @contextmanager
     def _base(self, call: _Call) -> Iterator[None]:
         """Replace calls of the base model by `call`."""
+        from transformers import PreTrainedModel
+
         modules, name = self.hf._modules, self.hf.base_model_prefix
+        if name not in modules:  # some classes have another name for it than they declare
+            name = next((name for name, part in modules.items() if isinstance(part, PreTrainedModel)), "")
         base = modules.get(name)
         if base is None:
             yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def recompute_layers(layers: nn.ModuleList, options: Recompute) -> None:
+def recompute_layers(layers: Iterable[nn.Module], options: Recompute) -> None:
     """Recompute the MLPs and mixtures of experts of Hugging Face layers that `options` includes.
 
     Raises SettingsError for a module that no layer has.

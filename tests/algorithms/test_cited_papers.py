@@ -44,6 +44,7 @@ OURS = {
     "rollout_metrics": "counts and means",
     "round_robin": "a way of dealing",
     "row_means": "a mean",
+    "pack_by_length": "next fit by length",
     "tokens_of": "a count",
 }
 """What has no paper behind it, and why."""

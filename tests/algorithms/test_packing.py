@@ -14,6 +14,7 @@ from slimectl.algorithms.packing import (
     assign_to_ranks,
     build_tries,
     pack,
+    pack_by_length,
     plan_batches,
     tokens_of,
 )
@@ -61,6 +62,25 @@ def test_long_answers_weigh_more_by_flops_than_by_tokens():
         "flops": [[10, 6], [5, 7]],
         "none": [[10, 7], [6, 5]],
     }
+
+
+def test_padded_packs_have_rows_of_similar_length():
+    packs = pack_by_length([alone(n, i) for i, n in enumerate((3, 9, 4, 8, 20))], max_tokens=18)
+    assert [[bundle.tokens for bundle in pack] for pack in packs] == [[20], [9, 8], [4, 3]]
+    padded = BatchingOptions(padded=True)
+    assert [padded.cost(pack) for pack in packs] == [20, 18, 8]
+    shares = assign_to_ranks(packs[1:], ranks=2, batching=padded)
+    assert [[padded.cost(pack) for pack in share] for share in shares] == [[18], [8]]
+    assert assign_to_ranks([[alone(9), alone(3), alone(8)]], ranks=2, batching=padded) == [
+        [[alone(8), alone(3)]], [[alone(9)]]
+    ]  # fmt: skip
+
+
+def test_padded_packs_share_no_prefixes_and_hold_every_row_once():
+    rows = [row([1, 2, 3, 4], length) for length in (3, 2, 9, 3)]
+    [packs] = plan_batches(rows, max_tokens=14, batching=BatchingOptions(padded=True))
+    assert [[trie.rows for trie in pack] for pack in packs] == [[(2,)], [(0,), (3,)], [(1,)]]
+    assert [tokens_of(pack) for pack in packs] == [12, 12, 5]
 
 
 def test_micro_batches_of_a_fixed_number_of_rows_keep_the_order():

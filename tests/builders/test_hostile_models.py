@@ -15,7 +15,7 @@ from slimectl.checkpoints.create import byte_tokenizer
 from slimectl.cli import inspect_views
 from slimectl.data.template_check import check_template
 from slimectl.errors import CheckpointError
-from slimectl.policies.fsdp.model import empty_model
+from slimectl.policies.fsdp.build import empty_model
 from slimectl.runtime import builders
 from slimectl.runtime.builders.models import version_of
 from slimectl.settings import Settings

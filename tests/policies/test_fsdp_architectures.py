@@ -12,7 +12,7 @@ from policy_cases import WeightedNegativeLogProb, new_policy, random_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.errors import CheckpointError, RecordError, SettingsError
+from slimectl.errors import RecordError, SettingsError
 from slimectl.policies.fsdp.policy import FsdpCritic
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.options import TrainerOptions
@@ -132,42 +132,3 @@ def test_the_token_that_pads_elsewhere_has_its_gradient(new_model: NewModel, tie
     gradient_VH = policy.masters.parameters["model.embed_tokens.weight"].grad
     torch.testing.assert_close(gradient_VH, embedding_VH.grad, rtol=1e-4, atol=1e-5)
     assert gradient_VH[5].norm() > 0.1
-
-
-@pytest.mark.parametrize(
-    ("model_type", "reason"),
-    [
-        ("gpt2", "has no layers at model.layers"),
-        ("opt", "has no layers at model.layers"),
-        ("gptj", "does not accept a custom attention function"),
-        ("gpt_neo", "does not accept a custom attention function"),
-        ("bloom", "does not accept a custom attention function"),
-        ("mpt", "does not accept a custom attention function"),
-        ("codegen", "does not accept a custom attention function"),
-    ],
-)
-def test_an_architecture_of_another_layout_is_refused_in_a_line(tmp_path: Path, model_type: str, reason: str):
-    small = {
-        "hidden_size": 32,
-        "n_layer": 2,
-        "n_layers": 2,
-        "num_layers": 2,
-        "n_embd": 32,
-        "d_model": 32,
-        "n_head": 4,
-        "n_heads": 4,
-    }
-    small |= {"num_attention_heads": 4}
-    if model_type == "gpt_neo":
-        small = {"hidden_size": 32, "num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 4}
-    config = AutoConfig.for_model(model_type, vocab_size=256, **small)
-    config.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError) as refusal:
-        new_policy(tmp_path)
-    assert str(refusal.value) == f"{tmp_path}: {model_type} {reason}. Train a model of another architecture."
-
-
-def test_an_attention_that_makes_its_own_mask_is_refused(new_model: NewModel):
-    folder = new_model("doge", **SHAPE)
-    with pytest.raises(CheckpointError, match="DogeAttention asks for its own mask, which packed training"):
-        new_policy(folder).log_probs(random_rows(groups=1))

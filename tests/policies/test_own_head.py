@@ -11,9 +11,8 @@ import torch
 from policy_cases import WeightedNegativeLogProb, flat_log_probs, new_policy, random_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slimectl.architectures.causal_model import CausalModel
 from slimectl.policies import lm_head
-from slimectl.policies.fsdp.model import empty_model
+from slimectl.policies.fsdp.build import empty_model
 from slimectl.types import TrainingSample
 
 SHAPE = {
@@ -74,4 +73,4 @@ def test_logits_that_are_more_than_a_product_are_the_models_own(
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "olmo2"])
 def test_a_head_that_is_one_product_is_computed_as_such(new_model: NewModel, model_type: str):
-    assert CausalModel(empty_model(new_model(model_type, **SHAPE))).is_plain
+    assert empty_model(new_model(model_type, **SHAPE)).causal.is_plain

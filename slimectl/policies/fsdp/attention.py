@@ -20,6 +20,8 @@ from slimectl.policies.recompute import recomputed
 NAME = "slimectl_packed"
 RECOMPUTED = "slimectl_packed_recomputed"
 """Name of the same attention when backward recomputes it."""
+RECOMPUTED_SDPA = "slimectl_sdpa_recomputed"
+"""Name of transformers' attention by torch's `scaled_dot_product_attention`, recomputed in backward."""
 
 
 class _ToGrid(torch.autograd.Function):
@@ -158,8 +160,12 @@ def _after_context(
 
 
 def register() -> None:
-    """Register the attention with transformers under both names."""
-    from transformers import AttentionInterface
+    """Register the attention with transformers under its names."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(NAME, packed_attention)
     AttentionInterface.register(RECOMPUTED, recomputed_attention)
+    AttentionInterface.register(RECOMPUTED_SDPA, recomputed(sdpa_attention_forward))
+    AttentionMaskInterface.register(RECOMPUTED_SDPA, sdpa_mask)

@@ -20,7 +20,7 @@ class Adapters:
     def __init__(self, hf: nn.Module, options: LoraOptions, *, seed: int) -> None:
         """Raises SettingsError if a target matches no linear layer, CheckpointError if `options.load` does not fit."""
         self.options = options
-        inside = set(decoder_layers(hf).modules())
+        inside = {module for layer in decoder_layers(hf) for module in layer.modules()}
         layers = {name: m for name, m in hf.named_modules() if isinstance(m, nn.Linear) and m in inside}
         self.layers = set(chosen(layers, options.targets))
         self.initial: dict[str, Tensor] = {}

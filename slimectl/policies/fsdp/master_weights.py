@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slimectl.architectures.lora import is_adapter
 from slimectl.checkpoints.module_tensors import ModuleTensors, Slot, TensorGroup, tied_names
 from slimectl.checkpoints.name_conversions import persistent_buffers
-from slimectl.policies.fsdp.model import PackedModel, decoder_layers
+from slimectl.policies.fsdp.model import TrainedModel, decoder_layers
 from slimectl.policies.optimizer import Bfloat16AdamW, OptimizerOptions, ShardElements
 from slimectl.policies.options import TrainerOptions
 from slimectl.protocols import CheckpointFormat
@@ -117,7 +117,7 @@ class MasterWeights:
 
     def __init__(
         self,
-        model: PackedModel,
+        model: TrainedModel,
         options: TrainerOptions,
         *,
         device: torch.device,
@@ -264,7 +264,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _shard(model: PackedModel, mesh: Any, dtype: torch.dtype, *, offloads: bool) -> list[Any]:
+def _shard(model: TrainedModel, mesh: Any, dtype: torch.dtype, *, offloads: bool) -> list[Any]:
     """Apply FSDP2 to decoder layers and root, and return them. Sum gradients over ranks, because a loss is a sum."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from torch.distributed.tensor import Shard as Placement
@@ -287,7 +287,7 @@ def _shard(model: PackedModel, mesh: Any, dtype: torch.dtype, *, offloads: bool)
     return modules
 
 
-def _materialise(model: PackedModel, device: torch.device, *, parameters_on: torch.device) -> None:
+def _materialise(model: TrainedModel, device: torch.device, *, parameters_on: torch.device) -> None:
     """Allocate all parameters. `to_empty` would also lose the buffers and untie tied parameters."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     ties = tied_names(model.hf)

@@ -5,26 +5,24 @@ T input tokens · R response tokens · U states that predict them · H hidden wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from slimectl.architectures.causal_model import CausalModel
-from slimectl.architectures.image_tokens import MODEL_TYPES
-from slimectl.architectures.registry import known_family
-from slimectl.errors import CheckpointError, RecordError, first_line
-from slimectl.policies.fsdp import attention
+from slimectl.data.images import ImageProcessor
+from slimectl.errors import CheckpointError, RecordError
 from slimectl.policies.fsdp.own_head import own_log_probs, scaled
-from slimectl.policies.fsdp.packed_batch import PackedBatch
+from slimectl.policies.fsdp.packed_batch import PackedBatch, build_packed_batch
 from slimectl.policies.fsdp.vision import decoder_input, decoder_of
 from slimectl.policies.lm_head import of_logits, predicted_log_probs
-from slimectl.policies.pack_plan import PackPlan
-from slimectl.policies.recompute import Recompute, recompute_layers, recomputed
+from slimectl.policies.pack_plan import PackPlan, Predictions
+
+Processor = Callable[[], ImageProcessor] | None
+"""Returns the model's image processor, when the first image is read."""
 
 
 class Outputs(NamedTuple):
@@ -39,136 +37,84 @@ class Outputs(NamedTuple):
     """Logits, for a user's loss that needs them."""
 
 
-class PackedModel(nn.Module):
-    """The root module: computes hidden states and log-probabilities in one forward.
+class TrainedModel(nn.Module):
+    """The root module: computes hidden states and what a role makes of them in one forward.
 
     Under FSDP2 the embedding and the head, tied or not, are gathered only for the root's forward.
     """
 
-    def __init__(self, hf: Any, *, temperature: float = 1.0) -> None:
+    role: Role
+    """What the trainer computes from hidden states."""
+
+    def __init__(self, hf: Any, *, obstacle: str = "") -> None:
+        """`obstacle`: why the model cannot be packed, or ""."""
         super().__init__()
         self.hf: Any = hf
-        self.temperature = temperature
+        self.obstacle = obstacle
+        self.temperature = 1.0
         self.causal = CausalModel(hf)
 
-    def hidden(self, layout: PackedBatch) -> Tensor:
+    def batch(
+        self, plan: PackPlan, *, dtype: torch.dtype, device: torch.device, processor: Processor | None = None
+    ) -> Any:
+        """Return the tensors of a pack for `forward`. They have `predictions` and `targets_R`."""
+        raise NotImplementedError
+
+    def hidden(self, batch: Any) -> Tensor:
         """Return the hidden states [U, H] that predict the pack's response tokens."""
-        decoder = decoder_of(self.hf)
-        arguments = decoder_input(self.hf, layout.tokens_T, layout.positions_T, layout.images)
-        hidden_1TH = decoder(**arguments, use_cache=False, layout=layout).last_hidden_state
-        hidden_UH: Tensor = hidden_1TH[0].index_select(0, layout.predictions.sources_U)
-        return hidden_UH
+        raise NotImplementedError
 
-    def forward(self, layout: PackedBatch, *, entropy: bool, logits: bool = False) -> Outputs:
-        """Return log-probabilities of the pack's response tokens, and entropies and logits if requested."""
-        return self.log_probs(self.hidden(layout), layout, entropy=entropy, logits=logits)
+    def check(self, batch: Any) -> None:
+        """Raise CheckpointError if the last forward did not compute the pack as intended."""
 
-    def log_probs(self, hidden_UH: Tensor, layout: PackedBatch, *, entropy: bool, logits: bool) -> Outputs:
+    def forward(self, batch: Any, *, entropy: bool, logits: bool = False) -> Outputs:
+        """Return the role's outputs for the pack's response tokens, with entropies and logits if requested."""
+        return self.role(self, self.hidden(batch), batch, entropy=entropy, logits=logits)
+
+    def log_probs(self, hidden_UH: Tensor, batch: Any, *, entropy: bool, logits: bool) -> Outputs:
         """Return the outputs of a policy from the hidden states."""
+        predictions: Predictions = batch.predictions
         if logits:
             logits_UV = scaled(self.causal.logits(hidden_UH), self.temperature)
-            logits_RV = layout.predictions.of_states(logits_UV)
-            return Outputs(*of_logits(logits_RV, layout.targets_R, entropy=entropy), None, logits_RV)
+            logits_RV = predictions.of_states(logits_UV)
+            return Outputs(*of_logits(logits_RV, batch.targets_R, entropy=entropy), None, logits_RV)
         options: dict[str, Any] = {"temperature": self.temperature, "entropy": entropy}
         if not self.causal.is_plain:
-            return Outputs(*own_log_probs(self.causal, hidden_UH, layout.predictions, **options))
+            return Outputs(*own_log_probs(self.causal, hidden_UH, predictions, **options))
         weight_VH = self.hf.get_output_embeddings().weight
-        return Outputs(*predicted_log_probs(hidden_UH, weight_VH, layout.predictions, **options))
+        return Outputs(*predicted_log_probs(hidden_UH, weight_VH, predictions, **options))
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Build modules with parameters on the meta device. Their buffers are real."""
-    register: Callable[..., None] = nn.Module.register_parameter
+class Role(Protocol):
+    """What a trainer computes from hidden states: a policy's outputs, a critic's, or both."""
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
-        # A parameter that is already on meta is tied to another module's parameter. It must stay the same object.
-        if parameter is not None and not parameter.is_meta:
-            empty = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-            # transformers (5) skips parameters with this mark. Otherwise it draws random numbers for them, in Python.
-            empty._is_hf_initialized = True  # type: ignore[attr-defined]
-            module._parameters[name] = empty
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    def __call__(
+        self, model: TrainedModel, hidden_UH: Tensor, batch: Any, *, entropy: bool, logits: bool
+    ) -> Outputs: ...
 
 
-def empty_model(model_dir: Path, recompute: Recompute = Recompute()) -> nn.Module:
-    """Build the model of config.json without weights.
+class PackedModel(TrainedModel):
+    """Computes the rows of a pack one after the other, without padding, and common first tokens once."""
 
-    Raises CheckpointError if packed training does not support it, SettingsError for modules that it does not have.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    def batch(
+        self, plan: PackPlan, *, dtype: torch.dtype, device: torch.device, processor: Processor | None = None
+    ) -> PackedBatch:
+        return build_packed_batch(plan, dtype=dtype, device=device, processor=processor)
 
-    if not (model_dir / "config.json").is_file():
-        raise CheckpointError(f"{model_dir}: no config.json. Give a Hugging Face checkpoint directory.")
-    attention.register()
-    try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-        config._attn_implementation = attention.RECOMPUTED if recompute.includes("core_attn") else attention.NAME
-        auto = AutoModelForCausalLM
-        if config.model_type in MODEL_TYPES:
-            auto, config.vision_config._attn_implementation = AutoModelForImageTextToText, "sdpa"
-        with _parameters_on_meta():
-            hf: nn.Module = auto.from_config(config, dtype=torch.float32)
-    except Exception as error:
-        if isinstance(error, KeyError) and config._attn_implementation in error.args:
-            raise _refusal(model_dir, config.model_type, "does not accept a custom attention function") from error
-        line = first_line(error)
-        raise CheckpointError(
-            f"{model_dir}: transformers cannot build this model ({line:.300}). Upgrade transformers,"
-            " or give a checkpoint of a known architecture."
-        ) from error
-    for module in hf.modules():
-        if isinstance(module, nn.Embedding):
-            # A pack has no padding. This token often ends a turn, so it needs a gradient.
-            module.padding_idx = None
-    reason = _unsupported(hf)
-    if reason:
-        raise _refusal(model_dir, config.model_type, reason)
-    _set_recompute(hf, recompute)
-    return hf
+    def hidden(self, batch: PackedBatch) -> Tensor:
+        decoder = decoder_of(self.hf)
+        arguments = decoder_input(self.hf, batch.tokens_T, batch.positions_T, batch.images)
+        hidden_1TH = decoder(**arguments, use_cache=False, layout=batch).last_hidden_state
+        hidden_UH: Tensor = hidden_1TH[0].index_select(0, batch.predictions.sources_U)
+        return hidden_UH
 
-
-def _refusal(model_dir: Path, model_type: str, reason: str) -> CheckpointError:
-    other = "Train a model of another architecture."
-    if known_family(model_type) is not None:
-        other = "Train it with the megatron backend."
-    return CheckpointError(f"{model_dir}: {model_type} {reason}. {other}")
-
-
-def _set_recompute(hf: Any, recompute: Recompute) -> None:
-    """Recompute activations as `recompute` specifies, in a model that stays in evaluation mode.
-
-    transformers recomputes only in training mode, where dropout and router jitter change log-probabilities.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    hf.eval()
-    if recompute.granularity == "full":
-        for module in hf.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.forward = recomputed(module.forward)
-    elif recompute.granularity == "selective":
-        recompute_layers(decoder_layers(hf), recompute)
-
-
-def _unsupported(hf: Any) -> str:
-    """Return the reason why packed training cannot reproduce this model, or "" if it can."""
-    config = hf.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    head = hf.get_output_embeddings()
-    if not kinds <= {"full_attention", "sliding_attention"}:
-        return f"has layers of kind {', '.join(sorted(kinds - {'full_attention', 'sliding_attention'}))}"
-    if not (hf._supports_attention_backend or hf._can_set_attn_implementation()):
-        return "does not accept a custom attention function"
-    if not isinstance(getattr(decoder_of(hf), "layers", None), nn.ModuleList):
-        return "has no layers at model.layers"
-    return "has no output embeddings" if head is None else ""
+    def check(self, batch: PackedBatch) -> None:
+        layers = len(decoder_layers(self.hf))
+        if batch.attention_calls != layers:
+            raise CheckpointError(
+                f"{self.hf.config.model_type}: {batch.attention_calls} of {layers} layers use the packed attention."
+                " This architecture mixes tokens in another way. Train a model of another architecture."
+            )
 
 
 @dataclass(frozen=True)
@@ -207,7 +153,11 @@ def rope_limit(hf: Any) -> RopeLimit | None:
     return min((RopeLimit(*item) for item in limits.items()), key=lambda limit: limit.tokens, default=None)
 
 
-def decoder_layers(hf: Any) -> nn.ModuleList:
+def decoder_layers(hf: Any) -> list[nn.Module]:
     """Return the decoder layers: the units of sharding and of recomputation."""
-    layers: nn.ModuleList = decoder_of(hf).layers
-    return layers
+    if isinstance(layers := getattr(decoder_of(hf), "layers", None), nn.ModuleList):
+        return list(layers)
+    # Other models have them under another name. No list contains more parameters.
+    lists = [module for module in hf.modules() if isinstance(module, nn.ModuleList)]
+    sizes = {module: sum(parameter.numel() for parameter in module.parameters()) for module in lists}
+    return list(max(lists, key=lambda module: sizes[module], default=()))

@@ -14,32 +14,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slimectl.policies.checkpoint import VALUE_HEAD, check_value_head, new_trainer_folder, read_tensors, write_float32
-from slimectl.policies.fsdp.model import Outputs, PackedModel
-from slimectl.policies.fsdp.packed_batch import PackedBatch
+from slimectl.policies.fsdp.model import Outputs, TrainedModel
 from slimectl.policies.fsdp.trainer import FsdpTrainer
 from slimectl.system.model_files import trainer_folder
 from slimectl.types import TrainingSample
 
 
+def log_probs_role(model: TrainedModel, hidden_UH: Tensor, batch: Any, *, entropy: bool, logits: bool) -> Outputs:
+    """Return log-probabilities of the response tokens."""
+    return model.log_probs(hidden_UH, batch, entropy=entropy, logits=logits)
+
+
 class FsdpPolicy(FsdpTrainer):
     """protocols.Policy on a Hugging Face model."""
 
+    role = staticmethod(log_probs_role)
+
     def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         return self.of_rows(rows)
-
-    def _wrap_model(self, hf: nn.Module) -> PackedModel:
-        return PackedModel(hf, temperature=self.options.temperature)
 
 
 HEAD = "score"
 """Module name of the head in transformers' sequence classifiers, [outputs, H]."""
 
 
-class PackedValues(PackedModel):
-    """The root module: values [R] of the states before the response tokens of the pack."""
-
-    def forward(self, layout: PackedBatch, *, entropy: bool, logits: bool = False) -> Outputs:
-        return Outputs(layout.predictions.of_states(values_of(self.hidden(layout), self.hf)))
+def values_role(model: TrainedModel, hidden_UH: Tensor, batch: Any, *, entropy: bool, logits: bool) -> Outputs:
+    """Return the values [R] of the states before the response tokens."""
+    return Outputs(batch.predictions.of_states(values_of(hidden_UH, model.hf)))
 
 
 def values_of(hidden_UH: Tensor, hf: Any) -> Tensor:
@@ -61,14 +62,13 @@ class FsdpCritic(FsdpTrainer):
     The head starts at zero unless the checkpoint has one. Checkpoints store it as `score.weight`.
     """
 
+    role = staticmethod(values_role)
+
     def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         return self.of_rows(rows)
 
     def _add_modules(self, hf: nn.Module) -> dict[str, Tensor]:
         return add_head(hf)
-
-    def _wrap_model(self, hf: nn.Module) -> PackedModel:
-        return PackedValues(hf)
 
     def _unused_names(self, hf: Any) -> set[str]:
         """Return the name of the LM head, unless it is tied to the embedding."""
@@ -79,13 +79,10 @@ class FsdpCritic(FsdpTrainer):
 WEIGHT = f"{HEAD}.weight"
 
 
-class PolicyValueModel(PackedModel):
-    """The root module: log-probability of each response token of the pack, and the value before it."""
-
-    def forward(self, layout: PackedBatch, *, entropy: bool, logits: bool = False) -> Outputs:
-        hidden_UH = self.hidden(layout)
-        outputs = self.log_probs(hidden_UH, layout, entropy=entropy, logits=logits)
-        return outputs._replace(predicted_R=layout.predictions.of_states(values_of(hidden_UH, self.hf)))
+def actor_critic_role(model: TrainedModel, hidden_UH: Tensor, batch: Any, *, entropy: bool, logits: bool) -> Outputs:
+    """Return log-probabilities of the response tokens, and the values before them."""
+    outputs = model.log_probs(hidden_UH, batch, entropy=entropy, logits=logits)
+    return outputs._replace(predicted_R=batch.predictions.of_states(values_of(hidden_UH, model.hf)))
 
 
 class FsdpActorCritic(FsdpPolicy):
@@ -93,6 +90,8 @@ class FsdpActorCritic(FsdpPolicy):
 
     The head starts at zero unless the checkpoint has one.
     """
+
+    role = staticmethod(actor_critic_role)
 
     def values(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         return self.of_rows(rows, predicted=True)
@@ -119,6 +118,3 @@ class FsdpActorCritic(FsdpPolicy):
 
     def _add_modules(self, hf: nn.Module) -> dict[str, Tensor]:
         return super()._add_modules(hf) | add_head(hf)
-
-    def _wrap_model(self, hf: nn.Module) -> PackedModel:
-        return PolicyValueModel(hf, temperature=self.options.temperature)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from slimectl.checkpoints.base_model import fingerprint
 from slimectl.checkpoints.module_tensors import ModuleTensors, Slot
 from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.data.images import processor_of
-from slimectl.errors import CheckpointError
+from slimectl.errors import CheckpointError, SettingsError
 from slimectl.policies.checkpoint import (
     MOMENTS,
     OPTIMIZER,
@@ -36,10 +36,11 @@ from slimectl.policies.checkpoint import (
     write_trainer,
 )
 from slimectl.policies.determinism import in_kernels
+from slimectl.policies.fsdp.build import empty_model
 from slimectl.policies.fsdp.lora import Adapters
 from slimectl.policies.fsdp.master_weights import MasterWeights, adamw, clip, local_part, squared_norm
-from slimectl.policies.fsdp.model import Outputs, PackedModel, decoder_layers, empty_model, rope_limit
-from slimectl.policies.fsdp.packed_batch import build_packed_batch
+from slimectl.policies.fsdp.model import Outputs, Role, TrainedModel, rope_limit
+from slimectl.policies.fsdp.padded_model import padded_options, report_general_path
 from slimectl.policies.fsdp.routing_replay import ExpertReplay
 from slimectl.policies.host_memory import HostMemory
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of, read_adapter, write_adapter
@@ -63,6 +64,8 @@ class FsdpTrainer:
     memory is allocated.
     """
 
+    role: ClassVar[Role]
+
     def __init__(
         self, model_dir: Path, checkpoint: CheckpointFormat, options: TrainerOptions = TrainerOptions()
     ) -> None:
@@ -71,20 +74,26 @@ class FsdpTrainer:
         grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         mesh = self._mesh(grouped or options.offload == "parameters")
-        hf: Any = empty_model(self.model_dir, options.recompute)
+        self.model = empty_model(self.model_dir, options.recompute)
+        self.model.role, self.model.temperature = self.role, options.temperature
+        hf: Any = self.model.hf
+        self.planning = options
+        """Options with which packs are planned."""
+        if self.model.obstacle:
+            self.planning = padded_options(options)
+            report_general_path(hf.config.model_type, self.model.obstacle)
         self.rope_limit = rope_limit(hf)
         self.vocabulary = int(hf.get_input_embeddings().num_embeddings)
-        self.replay = ExpertReplay(hf) if options.rollout_routing_replay else None
+        self.replay = _replay(self.model, options)
         added = self._add_modules(hf)
         self.adapters, self.base_dir = None, self.model_dir
         if options.lora is not None:
             self.adapters = Adapters(hf, options.lora, seed=options.seed)
             added |= self.adapters.initial
         self.row_multiple = 1
-        if is_faster(self.device, options.compute_dtype):
+        if is_faster(self.device, options.compute_dtype) and not self.model.obstacle:
             use_onednn(hf)
             self.row_multiple = 1 if self.replay is not None else ROWS  # every token needs experts to replay
-        self.model = self._wrap_model(hf)
         present_names, names = [name for name, _ in hf.named_parameters()], set()
         if options.lora is None:
             names = trainable_names(present_names, freeze=options.freeze, train_only=options.train_only)
@@ -115,9 +124,6 @@ class FsdpTrainer:
     def _add_modules(self, hf: nn.Module) -> dict[str, Tensor]:
         """Add the modules of a subclass to the model, and return their full initial tensors by parameter name."""
         return {}
-
-    def _wrap_model(self, hf: nn.Module) -> PackedModel:
-        return PackedModel(hf)
 
     def _unused_names(self, hf: nn.Module) -> set[str]:
         """Return the names of the parameters that a subclass does not use."""
@@ -335,13 +341,13 @@ class FsdpTrainer:
     def _plans(self, rows: Sequence[TrainingSample], *, for_loss: bool) -> Iterator[PackPlan]:
         """Plan the packs of this rank, padded for its products."""
         plans = plan_packs(
-            rows, self.options, rank=self.rank, ranks=self.ranks, vocabulary=self.vocabulary,
+            rows, self.planning, rank=self.rank, ranks=self.ranks, vocabulary=self.vocabulary,
             routing=None if self.replay is None else self.replay.shape, for_loss=for_loss,
         )  # fmt: skip
         return (plan.padded(self.row_multiple) for plan in plans)
 
     def _forward(self, plan: PackPlan, *, entropy: bool, logits: bool = False) -> Outputs:
-        batch = build_packed_batch(
+        batch = self.model.batch(
             plan,
             dtype=self.options.compute_dtype,
             device=self.device,
@@ -354,11 +360,7 @@ class FsdpTrainer:
         outputs: Outputs = self.model(batch, entropy=entropy, logits=logits)
         if self.replay is not None:
             self.replay.check_use()
-        if batch.attention_calls != len(decoder_layers(self.model.hf)):
-            raise CheckpointError(
-                f"{self.model_dir}: {batch.attention_calls} of {len(decoder_layers(self.model.hf))} layers use the"
-                " packed attention. This architecture mixes tokens in another way."
-            )
+        self.model.check(batch)
         return outputs
 
     def _gather_ranks(self, part: dict[Any, Any]) -> list[dict[Any, Any]]:
@@ -390,15 +392,27 @@ class FsdpTrainer:
                 yield f"{moment}.{name}", full[slot.index]
 
 
+def _replay(model: TrainedModel, options: TrainerOptions) -> ExpertReplay | None:
+    """Return what replays routing. Raises SettingsError if the model cannot."""
+    if not options.rollout_routing_replay:
+        return None
+    if model.obstacle:
+        raise SettingsError(
+            f"train.use_rollout_routing_replay: {model.hf.config.model_type} takes the general path of fsdp"
+            f" ({model.obstacle}), which does not replay experts. Set it to false."
+        )
+    return ExpertReplay(model.hf)
+
+
 def check_training(model_dir: Path, options: TrainerOptions) -> None:
     """Check the options of a trainer against the model of config.json.
 
     Raises CheckpointError for a model that cannot be trained or an adapter that does not fit, and SettingsError for
     modules, layers or parameters that the model does not have.
     """
-    hf = empty_model(model_dir, options.recompute)
-    if options.rollout_routing_replay:
-        ExpertReplay(hf)
+    model = empty_model(model_dir, options.recompute)
+    hf = model.hf
+    _replay(model, options)
     if options.lora is None:
         names = [name for name, _ in hf.named_parameters()]
         trainable_names(names, freeze=options.freeze, train_only=options.train_only)
