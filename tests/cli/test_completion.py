@@ -51,7 +51,7 @@ def offered(line: str) -> list[str]:
         ("slimectl score a.jsonl --rm-type ma", ["math"]),
         ("slimectl models sh", ["show"]),
         ("slimectl models show glm4-3", ["glm4-32B"]),
-        ("slimectl plan --card tin", ["tiny", "tiny-vl", "tiny-vl3"]),
+        ("slimectl plan --card tin", ["tiny", "tiny-qwen3.5", "tiny-vl", "tiny-vl3"]),
         ("slimectl plan --recompute s", ["selective"]),
         ("slimectl settings explain sft_warmup.l", ["sft_warmup.lr"]),
         ("slimectl convert a b --quantize fp8_", ["fp8_tensor", "fp8_channel"]),
