@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from slimectl.protocols import NamedTensors, Weights
 KEPT = re.compile(
     r"norm|(^|\.)visual\.|"
     r"(^|\.)(embed_tokens|pos_embed|lm_head|gate|router|shared_expert_gate|eh_proj|head|in_proj_(ba|a|b)|"
+    r"(gate|router)\.\w+|[xd]t?_proj|"
     r"indexer\.(wk|weights_proj))\.weight$"
 )
 """Matrices that stay in full precision, because they are small and sensitive to quantization, and engines have no
@@ -28,6 +29,8 @@ TABLES = re.compile(r"norm|embed_tokens|pos_embed")
 """Matrices among them that are not layers, so a configuration does not list them."""
 
 
+FUSED_EXPERTS = re.compile(r"(.+\.experts)\.\w+$")
+"""Tensors of all experts of a layer, which stay in full precision."""
 HEAD = "lm_head"
 PACKED = (torch.float8_e4m3fn, torch.int32, torch.uint8)
 
@@ -35,9 +38,11 @@ PACKED = (torch.float8_e4m3fn, torch.int32, torch.uint8)
 class Quantized:
     """Linear layers of `weights`, quantized by `scheme`. Layers in KEPT and other tensors are unchanged."""
 
-    def __init__(self, weights: Weights, scheme: WritableScheme) -> None:
+    def __init__(self, weights: Weights, scheme: WritableScheme, linear: Collection[str] | None = None) -> None:
+        """`linear`: names of the weights that may be quantized. Default: all matrices, as in known families."""
         self._weights = weights
         self._scheme = scheme
+        self._linear = linear
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
     @cached_property
@@ -45,14 +50,20 @@ class Quantized:
         """Return source tensor, part of its quantized form, and form, by stored name."""
         stored: dict[str, tuple[str, str, TensorSpec]] = {}
         for name, form in self._weights.forms().items():
-            if not _is_linear(name, form) or KEPT.search(name):
+            if not self._is_quantized(name, form):
                 stored[name] = name, "", form
                 continue
             if refusal := self._scheme.refusal(form):
                 raise CheckpointError(f"{name}: {refusal}. Choose another --group, or --quantize fp8.")
             module = name.removesuffix("weight")
             stored |= {module + part: (name, part, part_form) for part, part_form in self._scheme.forms(form).items()}
+        if not any(part for _, part, _ in stored.values()):
+            raise CheckpointError("--quantize: the model has no linear layers that can be quantized. Leave it out.")
         return stored
+
+    def _is_quantized(self, name: str, form: TensorSpec) -> bool:
+        may_be = self._linear is None or name in self._linear
+        return may_be and _is_matrix(name, form) and not KEPT.search(name)
 
     def forms(self) -> Mapping[str, TensorSpec]:
         return {name: form for name, (_, _, form) in self._stored.items()}
@@ -68,13 +79,17 @@ class Quantized:
     def config(self) -> dict[str, Any]:
         """Build `quantization_config` of config.json."""
         forms = self._weights.forms()
-        full_precision = [name for name, form in forms.items() if _is_linear(name, form) and KEPT.search(name)]
-        layers = [name.removesuffix(".weight") for name in full_precision if not TABLES.search(name)]
+        layers = [
+            name.removesuffix(".weight")
+            for name, form in forms.items()
+            if _is_matrix(name, form) and not self._is_quantized(name, form) and not TABLES.search(name)
+        ]
+        layers += dict.fromkeys(match[1] for name in forms if (match := FUSED_EXPERTS.match(name)))
         # A tied head has no tensor, but transformers builds a layer for it.
         return self._scheme.config(layers if HEAD in layers else [*layers, HEAD])
 
 
-def _is_linear(name: str, form: TensorSpec) -> bool:
+def _is_matrix(name: str, form: TensorSpec) -> bool:
     return name.endswith(".weight") and len(form[0]) == 2 and form[1].is_floating_point
 
 

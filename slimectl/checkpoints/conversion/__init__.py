@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from slimectl.checkpoints.conversion.hf_modules import linear_weights
 from slimectl.checkpoints.conversion.logit_check import check_logits
 from slimectl.checkpoints.conversion.sources import DTYPES, Source, open_source, resolve_source
 from slimectl.checkpoints.hf import CastWeights, write_hf
@@ -121,9 +122,10 @@ def _reader_and_writer(source: Source, options: ConvertOptions) -> Ends:
         weights = CastWeights(weights, DTYPES[options.dtype])
     if options.quantize:
         # Readers of quantized models know single experts, and not every family's layout of fused ones.
+        linear = None if source.model else linear_weights(source.config, weights.forms())
         if source.model:
             weights = StackedExperts(UnfusedExperts(weights, source.model.family))
-        weights = Quantized(weights, _scheme(options))
+        weights = Quantized(weights, _scheme(options), linear)
     return weights, HFWeights, partial(write_hf, max_shard_bytes=options.max_shard_bytes)
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from slimectl.architectures.cards import language_model
 from slimectl.architectures.config import Config
-from slimectl.architectures.config_defaults import STAND_INS
-from slimectl.architectures.image_tokens import MODEL_TYPES
+from slimectl.checkpoints.conversion.hf_modules import model_class
 from slimectl.checkpoints.conversion.reader_check import TOLERANCE, check_reader
 from slimectl.checkpoints.conversion.sources import Source
 from slimectl.checkpoints.quantization import Dequantized
@@ -62,22 +61,9 @@ def _hf_logits(config: Config, weights: Weights, tokens: Tensor) -> Tensor:
 
     Raises CheckpointError if transformers has none.
     """
-    import transformers
-
     if scheme := scheme_of(config):
         weights = Dequantized(weights, scheme, torch.float32)
-
-    transformers.utils.logging.disable_progress_bar()
-    model_config = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
-    model_config["model_type"] = STAND_INS.get(model_config["model_type"], model_config["model_type"])
-    try:
-        hf_config = transformers.AutoConfig.for_model(**model_config)
-        auto = transformers.AutoModelForCausalLM
-        if model_config["model_type"] in MODEL_TYPES:
-            auto = transformers.AutoModelForImageTextToText
-        kind = auto._model_mapping[type(hf_config)]
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"transformers has no model for model_type {config.get('model_type')!r}") from error
+    hf_config, kind = model_class(config)
     tensors = {name: weights.get(name) for name in weights.forms()}
     # from_pretrained, because modules of some families store their experts in one tensor and checkpoints do not.
     model = kind.from_pretrained(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slimectl.architectures.config import Config, raw_config
+from slimectl.checkpoints.conversion.hf_modules import ROUTED_EXPERT
 from slimectl.checkpoints.quantization_config import scheme_of
 from slimectl.checkpoints.quantization_schemes import Fp8Blocks
 from slimectl.checkpoints.safetensors_io import TensorSpec
@@ -21,7 +21,6 @@ from slimectl.errors import CheckpointError
 
 TOLERANCE = 1e-3
 """Largest difference of logits, relative to their largest magnitude, that float32 rounding can cause."""
-ROUTED_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def check_reader(staged: Path, forms: Mapping[str, TensorSpec], tokens: Tensor, expected: Tensor) -> dict[str, str]:
