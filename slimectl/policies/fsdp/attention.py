@@ -66,7 +66,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: query [1, H, T, D], key and value [1, K, T, D], output [1, T, H, D]."""
     _check(module, attention_mask)
-    layout.attention_calls += 1
+    layout.mixed_layers.add(getattr(module, "layer_idx", len(layout.mixed_layers)))
     window = kwargs["sliding_window"] if "sliding_window" in kwargs else _window_of(module)
     scoring = Scoring(window or None, kwargs.get("softcap"), kwargs.get("s_aux"))
     return (attend or _attend)(query, key, value, layout, scaling, scoring), None

@@ -15,7 +15,8 @@ from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.checkpoints.causal_config import cannot_build, causal_config
 from slimectl.errors import CheckpointError, SettingsError, first_line
 from slimectl.policies.fsdp import attention
-from slimectl.policies.fsdp.model import PackedModel, TrainedModel, decoder_layers
+from slimectl.policies.fsdp.mixers import mixers_of
+from slimectl.policies.fsdp.model import ATTENTION, TOKENWISE, PackedModel, TrainedModel, decoder_layers
 from slimectl.policies.fsdp.padded_model import PaddedModel
 from slimectl.policies.fsdp.vision import decoder_of
 from slimectl.policies.pack_plan import plan_pack
@@ -132,14 +133,18 @@ OWN_MASKS = ("doge",)
 def _unsupported(hf: Any) -> str:
     """Return the reason why packed training cannot reproduce this model, or "" if it can."""
     config = hf.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     head = hf.get_output_embeddings()
-    if not kinds <= {"full_attention", "sliding_attention"}:
-        return f"has layers of kind {', '.join(sorted(kinds - {'full_attention', 'sliding_attention'}))}"
     if not (hf._supports_attention_backend or hf._can_set_attn_implementation()):
         return "does not accept a custom attention function"
     if not isinstance(getattr(decoder_of(hf), "layers", None), nn.ModuleList):
         return "has no layers at model.layers"
+    kinds = {
+        kind
+        for layer, kind in zip(decoder_layers(hf), getattr(config, "layer_types", None) or (), strict=False)
+        if kind not in ATTENTION | TOKENWISE and not mixers_of(layer)
+    }
+    if kinds:
+        return f"has layers of kind {', '.join(sorted(kinds))}"
     if config.model_type in OWN_MASKS:
         return "makes attention masks of its own"
     return "has no output embeddings" if head is None else ""

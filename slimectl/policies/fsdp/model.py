@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from slimectl.architectures.causal_model import CausalModel
 from slimectl.data.images import ImageProcessor
 from slimectl.errors import CheckpointError, RecordError
+from slimectl.policies.fsdp import attention
+from slimectl.policies.fsdp.mixers import PackedMixers
 from slimectl.policies.fsdp.own_head import own_log_probs, scaled
 from slimectl.policies.fsdp.packed_batch import PackedBatch, build_packed_batch
 from slimectl.policies.fsdp.vision import decoder_input, decoder_of
@@ -96,25 +98,43 @@ class Role(Protocol):
 class PackedModel(TrainedModel):
     """Computes the rows of a pack one after the other, without padding, and common first tokens once."""
 
+    def __init__(self, hf: Any) -> None:
+        super().__init__(hf)
+        is_recomputed = hf.config.get_text_config()._attn_implementation == attention.RECOMPUTED
+        self.mixers = PackedMixers(decoder_layers(hf), recompute=is_recomputed)
+
     def batch(
         self, plan: PackPlan, *, dtype: torch.dtype, device: torch.device, processor: Processor | None = None
     ) -> PackedBatch:
         return build_packed_batch(plan, dtype=dtype, device=device, processor=processor)
 
     def hidden(self, batch: PackedBatch) -> Tensor:
-        decoder = decoder_of(self.hf)
+        decoder, self.mixers.batch = decoder_of(self.hf), batch
         arguments = decoder_input(self.hf, batch.tokens_T, batch.positions_T, batch.images)
         hidden_1TH = decoder(**arguments, use_cache=False, layout=batch).last_hidden_state
         hidden_UH: Tensor = hidden_1TH[0].index_select(0, batch.predictions.sources_U)
         return hidden_UH
 
     def check(self, batch: PackedBatch) -> None:
-        layers = len(decoder_layers(self.hf))
-        if batch.attention_calls != layers:
+        expected = mixing_layers(self.hf)
+        if not expected <= batch.mixed_layers:
             raise CheckpointError(
-                f"{self.hf.config.model_type}: {batch.attention_calls} of {layers} layers use the packed attention."
-                " This architecture mixes tokens in another way. Train a model of another architecture."
+                f"{self.hf.config.model_type}: {len(expected & batch.mixed_layers)} of {len(expected)} layers use the"
+                " packed attention. This architecture mixes tokens in another way. Train a model of another"
+                " architecture."
             )
+
+
+ATTENTION = frozenset({"full_attention", "sliding_attention", "attention"})
+TOKENWISE = frozenset({"mlp", "moe"})
+"""Kinds of layers, as config.json lists them in layer_types."""
+
+
+def mixing_layers(hf: Any) -> set[int]:
+    """Return the layers that mix tokens along the sequence."""
+    count = len(decoder_layers(hf))
+    kinds = getattr(hf.config.get_text_config(), "layer_types", None) or ()
+    return set(range(count)) - {i for i, kind in enumerate(kinds) if kind in TOKENWISE}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from slimectl.data.images import ImageProcessor
 from slimectl.policies.causal_attention import CHUNK
+from slimectl.policies.fsdp.packed_rows import PackedRows, joined_rows, padded_rows
 from slimectl.policies.fsdp.vision import ImageBatch, image_batch
 from slimectl.policies.pack_plan import AttentionSpan, PackPlan, Predictions
 
@@ -73,7 +75,16 @@ class PackedBatch:
     causal: list[CausalBucket]
     branches: list[BranchBucket]
     images: ImageBatch | None = None
-    attention_calls: int = field(default=0)
+    mixed_layers: set[int] = field(default_factory=set)
+    """Layers that have mixed tokens along the sequence in a way that knows packs."""
+
+    @cached_property
+    def joined_rows(self) -> PackedRows:
+        return joined_rows(self.plan.spans, self.tokens_T.device)
+
+    @cached_property
+    def padded_rows(self) -> PackedRows:
+        return padded_rows(self.plan.spans, self.tokens_T.device)
 
 
 def build_packed_batch(
