@@ -20,7 +20,7 @@ DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
+    "linear_value_head_dim": 32,
     "head_dim": 32,
     "initializer_range": 0.1,
 }
@@ -58,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0],
     },
     "qwen2_moe": {"model_type": "qwen2_moe", **SHARED_EXPERT},
-    "qwen3_next": {"model_type": "qwen3_next", **DELTA, **SHARED_EXPERT},
+    "qwen3_next": {"model_type": "qwen3_next", **DELTA, **SHARED_EXPERT, "linear_value_head_dim": 24},
     "qwen3_5": {"model_type": "qwen3_5_text", **DELTA},
     "qwen3_5_moe": {"model_type": "qwen3_5_moe_text", **DELTA, **SHARED_EXPERT},
     "glm4_moe": {

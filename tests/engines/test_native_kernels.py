@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from slimectl.architectures.qwen_next import Sizes
+from slimectl.engines.embedded.delta_net import DeltaNet, Recall
 from slimectl.engines.embedded.linear import Linear, Storage
-from slimectl.engines.embedded.native import SOURCE, Kernels, SpanTable, load_kernels
+from slimectl.engines.embedded.native import SOURCE, DeltaWeights, Kernels, SpanTable, load_kernels
 from slimectl.engines.embedded.prefix_tree import CachedSpan
+from slimectl.engines.embedded.states import SlotStates
 from slimectl.engines.embedded.weights import Weights
 from slimectl.system import compiler
 from slimectl.types import SamplingParams
@@ -96,6 +99,26 @@ def test_attention_reads_spans_and_slots_and_no_token_behind_the_new_one(
             query = qkv_NHD[row, :heads, None].float()
             keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
             close(out[row], F.scaled_dot_product_attention(query, keys, values).flatten())
+
+
+def test_delta_nets_are_those_of_torch(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Prompts of several lengths, then steps that go on from their states, in two layers and with a free slot."""
+    sizes, storage = Sizes(key_heads=2, value_heads=6, key_dim=32, value_dim=80), Storage(dtype, CPU)
+    parts = (torch.randn(shape).to(dtype) for shape in ((sum(sizes.blocks[:3]), 1, 4), (6,), (6,), (80,)))
+    weights = DeltaWeights(2, *parts, eps=1e-6)
+    net = DeltaNet(sizes, Linear(8, [8], storage), None, weights, Linear(8, [8], storage))
+    slots = [SlotStates(2, sizes, 4, dtype=dtype, device=CPU) for _ in range(2)]
+    for states in slots:
+        states.reserve(4, 0)
+    for lengths in ([2, 70, 5], [1, 1, 1], [1, 1, 1]):
+        passes = [Recall(states, lengths, given) for states, given in zip(slots, (kernels, None), strict=True)]
+        for _ in range(2):
+            projected_NO = torch.randn(sum(lengths), sum(sizes.blocks)).to(dtype)
+            compiled, plain = (recall(net, projected_NO) for recall in passes)
+            close(compiled, plain)
+        close(slots[0].memory, slots[1].memory)
+        assert torch.equal(slots[0].inputs, slots[1].inputs)
+    assert not slots[0].memory[:, 3].any()
 
 
 def test_spans_change_no_digit(kernels: Kernels, dtype: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from slimectl.architectures.family import Family
 from slimectl.architectures.image_tokens import ImageTokens
 from slimectl.architectures.registry import FAMILIES, known_family
 from slimectl.engines.embedded.attention import Decode, Prefill, Rope
-from slimectl.engines.embedded.delta_net import DeltaNet, PromptMemory, Recall, StepMemory
+from slimectl.engines.embedded.delta_net import DeltaNet, Recall
 from slimectl.engines.embedded.kv_cache import Cache
 from slimectl.engines.embedded.linear import Storage
 from slimectl.engines.embedded.mlp import Experts, Mlp
@@ -146,12 +146,13 @@ class EngineModel:
         """Number of layers that have keys and values."""
         return len(self.weights.layers) - len(self.weights.delta_nets)
 
-    def _new_states(self) -> SlotStates | None:
+    def _new_states(self, slots: int) -> SlotStates | None:
         nets = self.weights.delta_nets
         if not nets:
             return None
-        taps = nets[0].kernel_W1S.shape[-1]
-        return SlotStates(len(nets), nets[0].sizes, taps, dtype=self._dtype, device=self._device)
+        states = SlotStates(len(nets), nets[0].sizes, nets[0].taps, dtype=self._dtype, device=self._device)
+        states.reserve(slots, used=0)
+        return states
 
     def new_cache(self) -> Cache:
         return Cache(
@@ -160,14 +161,14 @@ class EngineModel:
             self.head_dim,
             dtype=self._dtype,
             device=self._device,
-            states=self._new_states(),
+            states=self._new_states(0),
         )
 
     def new_tree(self, capacity: int) -> PrefixTree:
         """Create a prefix tree of at most `capacity` bytes."""
         token_bytes = 2 * self._cached_layers * self.kv_heads * self.head_dim * self._dtype.itemsize
         token_bytes += len(self.weights.layers) * self.expert_choices * torch.int16.itemsize
-        states = self._new_states()
+        states = self._new_states(0)
         state_bytes = 0 if states is None else states.slot_bytes
         return PrefixTree(
             capacity=capacity, token_bytes=token_bytes, layers=self._cached_layers, state_bytes=state_bytes
@@ -184,16 +185,16 @@ class EngineModel:
         rests = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
         before = [[] if node is None else [part.keys_values for part in node.path()] for node in nodes]
         pictures = None if self.pictures is None else self.pictures.inputs(prompts, starts)
-        recall = None
-        if self.weights.delta_nets:
-            states = [None if node is None else node.state for node in nodes]
-            recall = PromptMemory(list(map(len, rests)), states, self._device)
-        attend, _, stream_NE, experts_NLk = self._prefill_pass(rests, before, recall, pictures)
+        states = self._new_states(len(prompts))
+        for i, node in enumerate([] if states is None else nodes):
+            if states is not None and node is not None and node.state is not None:
+                states.put(i, 1, node.state)
+        attend, _, stream_NE, experts_NLk = self._prefill_pass(rests, before, states, pictures)
         logits_BV = self._logits(stream_NE[attend.last_B])
         pieces = torch.split(attend.keys_values.permute(0, 2, 3, 1, 4), list(map(len, rests)), dim=3)
         prefixes = [Prefix(*parts) for parts in zip(nodes, pieces, logits_BV, starts, strict=True)]
-        for prefix, state in zip(prefixes, [] if recall is None else recall.states(), strict=False):
-            prefix.state = state
+        for i, prefix in enumerate(prefixes):
+            prefix.state = None if states is None else states.copy(i)
         if experts_NLk is not None:
             for prefix, new_TLk in zip(prefixes, experts_NLk.cpu().split(list(map(len, rests))), strict=True):
                 path = [] if prefix.node is None else prefix.node.path()
@@ -203,10 +204,8 @@ class EngineModel:
 
     def sequence_scores(self, sequences: list[tuple[int, ...]], starts: list[int], *, top: int) -> list[TokenScores]:
         """Score the tokens after position `start` of each sequence in one pass, with the `top` likeliest at each."""
-        recall = None
-        if self.weights.delta_nets:
-            recall = PromptMemory(list(map(len, sequences)), [None] * len(sequences), self._device)
-        _, tokens_N, stream_NE, _ = self._prefill_pass(sequences, [[]] * len(sequences), recall)
+        states = self._new_states(len(sequences))
+        _, tokens_N, stream_NE, _ = self._prefill_pass(sequences, [[]] * len(sequences), states)
         lengths = list(map(len, sequences))
         parts = zip(tokens_N.split(lengths), stream_NE.split(lengths), starts, strict=True)
         return [
@@ -218,13 +217,14 @@ class EngineModel:
         self,
         prompts: list[tuple[int, ...]],
         prefixes: Sequence[Sequence[Tensor]],
-        recall: Recall | None,
+        states: SlotStates | None,
         pictures: PictureInputs | None = None,
     ) -> tuple[Prefill, Tensor, Tensor, Tensor | None]:
         """Run concatenated prompts. Return attention, tokens [N], residual stream [N, E] and experts [N, L, k]."""
         lengths = [len(prompt) for prompt in prompts]
         layers = self._cached_layers
         attend = Prefill(lengths, layers=layers, heads=self.heads, device=self._device, prefixes=prefixes)
+        recall = None if states is None else Recall(states, lengths, self._kernels)
         tokens_N = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
         if pictures is None:
             rope = self._rope.prompt_rows(attend.positions_N, lengths, attend.longest)
@@ -265,7 +265,7 @@ class EngineModel:
             spans=inputs.spans,
             kernels=self._kernels,
         )
-        recall = None if cache.states is None else StepMemory(cache.states)
+        recall = None if cache.states is None else Recall(cache.states, [1] * rows, self._kernels)
         stream_BE, experts_BLk = self._hidden(stream_BE, rope, attend, recall)
         return self._logits(stream_BE)[:count], None if experts_BLk is None else experts_BLk[:count]
 
@@ -299,7 +299,7 @@ class EngineModel:
             normed_NE = self._norm(stream_NE, layer.input_norm_E)
             if isinstance(layer.attention, DeltaNet):
                 assert recall is not None
-                stream_NE = layer.attention.added_to(stream_NE, normed_NE, recall, eps=self._eps)
+                stream_NE = layer.attention.added_to(stream_NE, normed_NE, recall)
             else:
                 stream_NE = self._attended(stream_NE, normed_NE, layer.attention, attend, rope)
             normed_NE = self._norm(stream_NE, layer.post_norm_E)

@@ -32,6 +32,7 @@ _SIGNATURES = {
     "gather": [*[POINTER] * 3, *[LONG] * 3],
     "repack": [*[POINTER] * 3, *[LONG] * 5],
     "product": [*[POINTER] * 5, *[LONG] * 5],
+    "delta_net": [*[POINTER] * 7, FLOAT],
     "decode": [*[POINTER] * 10, FLOAT],
 }
 
@@ -44,6 +45,21 @@ class BlockShape:
     kv_heads: int
     head_dim: int
     inner: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """The weights of a delta net between its projections, and the epsilon of its norm.
+
+    W channels and S taps of the convolution, H value heads, V value width.
+    """
+
+    key_heads: int
+    kernel_W1S: Tensor
+    decay_log_H: Tensor
+    decay_bias_H: Tensor
+    norm_V: Tensor
     eps: float
 
 
@@ -192,6 +208,32 @@ class Kernels:
             scratch.data_ptr(),
             shape.eps,
         )
+
+    def delta_net(
+        self, projected_NO: Tensor, ends_B: Sequence[int], net: DeltaWeights, inputs_BSW: Tensor, memory_BHKV: Tensor
+    ) -> Tensor:
+        """Run a delta net on new tokens, and update the inputs and memories of their sequences.
+
+        The rows of a sequence follow those of the previous one, and end before `ends_B`. `inputs_BSW` has one tap less
+        than the convolution. Returns the normalized and gated outputs [N, H * V].
+        """
+        batch, heads, key_dim, value_dim = memory_BHKV.shape
+        kernel_SW = net.kernel_W1S[:, 0].T.float().contiguous()
+        out = projected_NO.new_empty(len(projected_NO), heads * value_dim)
+        weights = (kernel_SW, net.decay_log_H, net.decay_bias_H, net.norm_V)
+        sizes = (batch, net.key_heads, heads, key_dim, value_dim, len(kernel_SW), torch.get_num_threads())
+        first, addresses, numbers = map(torch.tensor, ([0, *ends_B], [part.data_ptr() for part in weights], sizes))
+        self._library.delta_net(
+            projected_NO.data_ptr(),
+            first.data_ptr(),
+            inputs_BSW.data_ptr(),
+            memory_BHKV.data_ptr(),
+            addresses.data_ptr(),
+            numbers.data_ptr(),
+            out.data_ptr(),
+            net.eps,
+        )
+        return out
 
     def attention_scratch(self, cache_2SKTD: Tensor, heads: int, shared: SpanTable) -> Tensor:
         """Allocate scratch memory for `attend`."""

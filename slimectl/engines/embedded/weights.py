@@ -20,6 +20,7 @@ from slimectl.architectures.qwen_next import sizes
 from slimectl.engines.embedded.delta_net import DeltaNet
 from slimectl.engines.embedded.linear import Linear, Storage
 from slimectl.engines.embedded.mlp import Experts, Mlp, SharedExpert
+from slimectl.engines.embedded.native import DeltaWeights
 from slimectl.engines.embedded.pictures import new_tower
 from slimectl.errors import CheckpointError
 
@@ -295,14 +296,12 @@ class Weights:
             self._tensor(links[name].hf[0], *links[name].shapes[0])
             for name in ("conv1d.weight", "A_log", "dt_bias", "out_norm.weight")
         )
+        net, eps = sizes(self._values), float(self._config.rms_norm_eps)
         return DeltaNet(
-            sizes(self._values),
+            net,
             self._linear(self._config.hidden_size, rows),
             None if is_ordered else order_O.to(self.storage.device),
-            kernel,
-            decay_log,
-            decay_bias,
-            norm,
+            DeltaWeights(net.key_heads, kernel, decay_log, decay_bias, norm, eps),
             out=self._linear(out.shapes[0][1], {out.hf[0].removesuffix(".weight"): out.shapes[0][0]}),
         )
 

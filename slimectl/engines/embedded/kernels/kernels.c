@@ -3,6 +3,7 @@
    Every row is computed by the same operations in the same order, whatever other rows are in the batch. */
 
 #include "attention.h"
+#include "delta.h"
 #include "products.h"
 #include "rows.h"
 

@@ -58,6 +58,18 @@ INLINE Floats load_lanes(const ELEMENT *from) { return *(const Floats *)from; }
 INLINE void store(ELEMENT *to, Float8 x) { *(Float8 *)to = x; }
 #endif
 
+/* Returns a single number. */
+INLINE float number(const ELEMENT *from) {
+#ifdef BFLOAT16
+    uint32_t bits = (uint32_t)*from << 16;
+    float x;
+    __builtin_memcpy(&x, &bits, sizeof x);
+    return x;
+#else
+    return *from;
+#endif
+}
+
 #if LANES == 16
 INLINE Float8 low8(Floats x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7); }
 INLINE Float8 high8(Floats x) { return __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15); }
