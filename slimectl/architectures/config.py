@@ -128,12 +128,46 @@ def with_defaults(raw: Config) -> Config:
     from transformers import AutoConfig
 
     model_type = raw.get("model_type", "")
+    if model_type not in STAND_INS:
+        check_known(raw, "config.json")
     try:
         complete = AutoConfig.for_model(**{**raw, "model_type": STAND_INS.get(model_type, model_type)}).to_dict()
     except Exception as error:
         line = first_line(error)
         raise CheckpointError(f"config.json: model_type {model_type!r} cannot be used ({line})") from error
     return {**complete, "model_type": model_type}
+
+
+def check_known(raw: Config, location: str) -> None:
+    """Raise CheckpointError, with what to do, for a model that the installed transformers does not know."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = raw.get("model_type")
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+        return
+    remedy = f"transformers {transformers.__version__} does not know it. Upgrade transformers, or give another model"
+    if raw.get("auto_map"):
+        remedy = (
+            "it needs Python code of its checkpoint (auto_map), which slimectl does not run. Upgrade transformers to"
+            " a version that has this model, or give another model"
+        )
+    raise CheckpointError(f"{location}: model_type {str(model_type)!r:.80}: {remedy}.")
+
+
+def without_weights(config: Config) -> Any:
+    """Return transformers' causal model of a complete configuration, on the meta device. Raises CheckpointError."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    except Exception as error:
+        raise CheckpointError(
+            f"config.json: transformers cannot build a causal model of type {config.get('model_type')}"
+            f" ({first_line(error):.200}). Give a model that continues text."
+        ) from error
 
 
 def read_config(folder: Path) -> Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from slimectl.architectures.config import raw_config
+from slimectl.architectures.config import check_known, raw_config
 from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.errors import CheckpointError, first_line
 
@@ -20,7 +20,7 @@ def causal_config(folder: Path) -> Any:
 
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: no config.json. Give a Hugging Face checkpoint directory.")
-    check_known(folder)
+    check_known(raw_config(folder), str(folder))
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
@@ -31,24 +31,6 @@ def causal_config(folder: Path) -> Any:
             " text."
         )
     return config
-
-
-def check_known(folder: Path) -> None:
-    """Raise CheckpointError for a model that the installed transformers does not know."""
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    config = raw_config(folder)
-    model_type = config.get("model_type")
-    if model_type in CONFIG_MAPPING:
-        return
-    remedy = f"transformers {transformers.__version__} does not know it. Upgrade transformers, or give another model"
-    if config.get("auto_map"):
-        remedy = (
-            "it needs Python code of its checkpoint (auto_map), which slimectl does not run. Upgrade transformers to"
-            " a version that has this model, or give another model"
-        )
-    raise CheckpointError(f"{folder}: model_type {str(model_type)!r:.80}: {remedy}.")
 
 
 def cannot_build(folder: Path, error: Exception) -> CheckpointError:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from slimectl.planner.plan import Plan, PlannedRun
     from slimectl.planner.vision import VisionTower
     from slimectl.planner.workload import Run
+    from slimectl.settings import Settings
 
 
 def option(name: str, help_text: str, panel: str | None = None, **limits: Any) -> Any:
@@ -170,22 +171,31 @@ def plan(context: typer.Context, options: PlanOptions, common: CommonOptions) ->
     verdict = "fits" if result.fits else "does not fit"
     say = stdio.note if result.fits else stdio.say
     say(f"{estimates.describe(planned.run)}; {verdict} in {USABLE:.0%} of {options.gpu_memory:g} GiB per GPU")
+    if planned.run.policy == "fsdp" and (options.model or common.config or common.assign):
+        stdio.note(_paths(common.resolve().settings, planned.config))
     for problem in problems:
         stdio.say(problem)
     if problems or not result.fits:
         raise typer.Exit(1)
 
 
+def _paths(settings: Settings, config: dict[str, Any]) -> str:
+    """Return one line about how trainer and engine compute a model of a complete configuration."""
+    from slimectl.runtime import builders
+
+    return f"trainer: {builders.fsdp_path(config)}; engine: {builders.engine_path(settings, config)}"
+
+
 def _of_options(options: PlanOptions) -> PlannedRun:
     """Return the run that the options describe. Raises SettingsError for options that cannot be combined."""
-    from slimectl.planner.plan import PlannedRun, model_of
+    from slimectl.planner.plan import PlannedRun, any_model_of
 
     if options.lora_target and options.lora_rank is None:
         raise SettingsError("--lora-target: has no effect without adapters. Add --lora-rank")
     _check_recompute_modules(options)
     config = configuration(options.card, options.model)
     targets = (options.lora_target or _default_lora_targets()) if options.lora_rank else []
-    shape = model_of(
+    shape = any_model_of(
         config,
         lora_rank=options.lora_rank,
         lora_targets=targets,
@@ -319,6 +329,7 @@ def _planned_run(options: PlanOptions, shape: Any) -> Run:
         images=options.images or 0,
         tokens_per_image=options.tokens_per_image or TOKENS_PER_IMAGE,
     )
+    estimates.check_backend(shape, run)
     sizes = {
         "tensor": options.tp, "pipeline": options.pp, "virtual_pipeline": options.vpp, "context": options.cp,
         "expert": options.ep, "expert_tensor": options.etp,

@@ -9,9 +9,10 @@ from typing import Any
 from slimectl.architectures.cards import language_model
 from slimectl.architectures.config import Architecture, Config
 from slimectl.architectures.parallel import SETTINGS, ParallelLayout, problems
-from slimectl.architectures.registry import family_of
+from slimectl.architectures.registry import family_of, known_family
 from slimectl.errors import SettingsError
 from slimectl.planner import flops, memory, parameters
+from slimectl.planner.module_model import ModuleModel
 from slimectl.planner.parameters import (
     ParameterPart,
     ResidentModel,
@@ -40,6 +41,8 @@ class PlannedModel:
     parts: Sequence[ParameterPart]
     adapters: Sequence[ParameterPart] = ()
     other_models: Sequence[ResidentModel] = ()
+    approximate: str = ""
+    """The model type of a model of no known family. Its parameters are exact, its activations are not."""
 
     @property
     def tower(self) -> VisionTower | None:
@@ -110,6 +113,28 @@ def model_of(
     return PlannedModel(architecture, parts, adapters, other_models)
 
 
+def any_model_of(
+    config: Config, *, lora_rank: int | None = None, lora_targets: Sequence[str] = (), **options: Any
+) -> PlannedModel:
+    """Build the model as `model_of` does, also for a family that only transformers knows. `options` are model_of's.
+
+    Raises CheckpointError, SettingsError.
+    """
+    if known_family(language_model(config).get("model_type")) is not None:
+        return model_of(config, lora_rank=lora_rank, lora_targets=lora_targets, **options)
+    module = ModuleModel(config)
+    parts = module.parts()
+    architecture = module.architecture(parts)
+    adapters = module.adapters(lora_rank, lora_targets) if lora_rank else []
+    other_models = [critic_of(architecture, parts, adapters)] if options.get("critic") else []
+    if options.get("reference"):
+        other_models.append(ResidentModel("reference", architecture, parts))
+    if options.get("teacher") is not None:
+        teacher = any_model_of(options["teacher"])
+        other_models.append(ResidentModel("teacher", teacher.architecture, teacher.parts))
+    return PlannedModel(architecture, parts, adapters, other_models, str(config.get("model_type")))
+
+
 def suggested(card: dict[str, Any], gpus: int) -> Suggestion | None:
     """Return the layout and recomputation of a card for this number of GPUs, or None if it has none."""
     layout = dict(card.get("layout", {}).get(f"gpus_{gpus}", {}))
@@ -138,8 +163,18 @@ def check(model: PlannedModel, run: Run) -> None:
             "tokens"
             " of a sequence. Raise --seq-len."
         )
+    check_backend(model, run)
     for standing in model.all:
         _check(standing.architecture, run)
+
+
+def check_backend(model: PlannedModel, run: Run) -> None:
+    """Raise SettingsError for a model that the backend does not train."""
+    if model.approximate and run.policy == "megatron":
+        raise SettingsError(
+            f"--backend megatron: {model.approximate} models have no weight mapping. Add --backend fsdp, which trains"
+            " any causal model of transformers."
+        )
 
 
 def _check(architecture: Architecture, run: Run) -> None:
@@ -211,6 +246,8 @@ def plan_run(
     host = memory.host_figures(parts, architecture, run, adapters=model.adapters, other_models=model.other_models)
     turns = memory.shared_gpu_figures(training, engine_bytes=engine_share * memory_gib * GIB) if colocate else []
     fits = memory.peak(training) <= USABLE * memory_gib * GIB
+    if model.approximate:
+        training = [_approximate(figure, model.approximate) for figure in training]
     return Plan(
         run,
         {
@@ -230,6 +267,14 @@ def plan_run(
         },
         fits and all(figure.value <= memory_gib * GIB for figure in turns if figure.name == memory.PUSH),
     )  # fmt: skip
+
+
+def _approximate(figure: Figure, model_type: str) -> Figure:
+    """Name the estimate of activations as what it is."""
+    if figure.name != "activations":
+        return figure
+    formula = f"approximate, as of Llama layers with the parameters of {model_type}: {figure.formula}"
+    return replace(figure, name="activations (approximate)", formula=formula)
 
 
 def describe(run: Run) -> str:

@@ -16,7 +16,7 @@ from slimectl.errors import CheckpointError, SettingsError, SlimectlError, Stora
 from slimectl.planner import flops
 from slimectl.planner import memory as training_memory
 from slimectl.planner.parameters import count
-from slimectl.planner.plan import PlannedModel, PlannedRun, model_of
+from slimectl.planner.plan import PlannedModel, PlannedRun, any_model_of
 from slimectl.planner.search import USABLE
 from slimectl.planner.workload import Run, parameters, sized
 from slimectl.runtime import builders
@@ -58,7 +58,7 @@ def shape_of(settings: Settings) -> str:
     language = cards.language_model(config)
     described = f"{language.get('model_type')}, {language.get('num_hidden_layers')} layers"
     with suppress(CheckpointError):  # unknown to the planner
-        described += f", {parameters(count(model_of(config).parts))} parameters"
+        described += f", {parameters(count(any_model_of(config).parts))} parameters"
     return described
 
 
@@ -84,6 +84,8 @@ def memory(settings: Settings, *, with_engine: bool = True) -> str:
     if available is None or cluster.ray_address is not None:
         return f"{text} (the memory of its machines is unknown)"
     text = f"{text}, of {sized(available)} {'a GPU' if run.device == 'cuda' else 'free'}"
+    if model.approximate:
+        return f"{text} (approximate: {model.approximate} is of no family that the planner knows)"
     if needed > (USABLE if run.device == "cuda" else 1) * available:
         raise SettingsError(
             f"train.max_tokens_per_gpu: {settings.train.max_tokens_per_gpu} needs {text}. Lower it, or set "
@@ -192,7 +194,7 @@ def _planned_shape(settings: Settings, config: dict[str, Any]) -> PlannedModel:
     algorithm, train = settings.algorithm, settings.train
     critic, teacher = algorithm.critic_options, algorithm.teacher_options
     load = teacher.load if teacher is not None else None
-    return model_of(
+    return any_model_of(
         config,
         lora_rank=train.lora_rank,
         lora_targets=train.lora_targets,

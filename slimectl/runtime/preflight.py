@@ -199,17 +199,14 @@ def _hooks(settings: Settings) -> str:
 
 def _trainer(settings: Settings) -> str:
     builders.check_policy(settings)
-    if is_readable(settings):
-        builders.check_training(settings)
+    trainer = builders.check_training(settings) if is_readable(settings) else settings.train.backend
     ranks = settings.cluster.ranks
     where = f"{ranks} rank{'s' if ranks > 1 else ''} on {builders.device(settings.train.device)}"
-    return f"{settings.train.backend}, {settings.algorithm.name}, {where}"
+    return f"{trainer}; {settings.algorithm.name}, {where}"
 
 
 def _training(settings: Settings) -> str:
-    if is_readable(settings):
-        builders.check_training(settings)
-    return settings.train.backend
+    return builders.check_training(settings) if is_readable(settings) else settings.train.backend
 
 
 def _engine(settings: Settings) -> str:

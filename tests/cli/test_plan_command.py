@@ -192,3 +192,22 @@ def test_what_cannot_be_planned_is_one_line(words: list[str], message: str):
     code, out, err = plan(*words)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"slimectl: {message}")
+
+
+def test_a_model_of_another_family_is_planned_by_its_module(tmp_path: Path):
+    config = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ("--model", str(tmp_path), "--gpus", "1", "--seq-len", "64")
+    code, out, err = plan(*words, "--backend", "fsdp")
+    assert code == 0
+    # 64 x 32 tokens, 64 x 32 positions, and in each layer 12 x 32^2 weights, 9 x 32 biases and 4 x 32 of two norms.
+    total = 2 * 64 * 32 + 2 * (12 * 32**2 + 9 * 32 + 4 * 32) + 2 * 32
+    assert f"x {total:,}" in out
+    assert "activations (approximate)" in out
+    assert err.endswith("trainer: fsdp, padded rows because gpt2 has no layers at model.layers; engine: transformers\n")
+    code, _, err = plan(*words)
+    assert (code, err) == (
+        2,
+        "slimectl: --backend megatron: gpt2 models have no weight mapping. Add --backend fsdp, which trains any causal"
+        " model of transformers.\n",
+    )

@@ -63,6 +63,17 @@ def padded_options(options: TrainerOptions) -> TrainerOptions:
     return dataclasses.replace(options, share_prefixes=False, batching=batching)
 
 
+def path_of(model: TrainedModel) -> str:
+    """Return how a model is computed.
+
+    >>> path_of(TrainedModel(hf, obstacle="has layers of kind conv"))  # doctest: +SKIP
+    'fsdp, padded rows because lfm2 has layers of kind conv'
+    """
+    if not model.obstacle:
+        return "fsdp, packed rows"
+    return f"fsdp, padded rows because {model.hf.config.model_type} {model.obstacle}"
+
+
 def general_path(model_type: str, obstacle: str) -> str:
     """Return one line about the path of a model and its cost."""
     return (

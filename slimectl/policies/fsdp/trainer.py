@@ -404,8 +404,8 @@ def _replay(model: TrainedModel, options: TrainerOptions) -> ExpertReplay | None
     return ExpertReplay(model.hf)
 
 
-def check_training(model_dir: Path, options: TrainerOptions) -> None:
-    """Check the options of a trainer against the model of config.json.
+def check_training(model_dir: Path, options: TrainerOptions) -> TrainedModel:
+    """Check the options of a trainer against the model of config.json, and return that without weights.
 
     Raises CheckpointError for a model that cannot be trained or an adapter that does not fit, and SettingsError for
     modules, layers or parameters that the model does not have.
@@ -418,3 +418,4 @@ def check_training(model_dir: Path, options: TrainerOptions) -> None:
         trainable_names(names, freeze=options.freeze, train_only=options.train_only)
     else:
         Adapters(hf, options.lora, seed=0)
+    return model

@@ -71,6 +71,7 @@ from slimectl.runtime.builders.trackers import log_rewards as log_rewards
 from slimectl.runtime.builders.trackers import log_samples as log_samples
 from slimectl.runtime.builders.trackers import sample_table as sample_table
 from slimectl.runtime.builders.trackers import start_trackers as start_trackers
+from slimectl.runtime.builders.trainers import fsdp_path as fsdp_path
 from slimectl.runtime.builders.trainers import layout as layout
 from slimectl.runtime.builders.weight_sync import adapter_obstacle as adapter_obstacle
 from slimectl.runtime.builders.weight_sync import keyed as keyed

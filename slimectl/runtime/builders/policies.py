@@ -104,17 +104,18 @@ def check_policy(settings: Settings) -> None:
     policy_backend(settings.train).check(settings)
 
 
-def check_training(settings: Settings) -> None:
+def check_training(settings: Settings) -> str:
     """Check layer and parameter names, arguments, schedule and adapters against the model, without its weights.
 
-    Raises MissingExtraError, SettingsError, BackendError or CheckpointError.
+    Returns the trainer, and how it computes the model if there are several ways. Raises MissingExtraError,
+    SettingsError, BackendError or CheckpointError.
     """
     from slimectl.checkpoints.hf_weights import check_plain
 
     check_policy(settings)
     path, card = settings.model.path, settings.model.card
     if path is not None and is_gguf(path):
-        return  # the configuration is known only after conversion
+        return settings.train.backend  # the configuration is known only after conversion
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if path is not None:
@@ -126,7 +127,7 @@ def check_training(settings: Settings) -> None:
         steps = settings.train.lr_decay_iters or total_steps(settings)
         lr = settings.train.lr if steps is None else None  # the end of a schedule may follow from a file of samples
         options = _options(settings, folder, "policy", steps, lr)
-        policy_backend(settings.train).check_training(settings, folder, options)
+        return policy_backend(settings.train).check_training(settings, folder, options) or settings.train.backend
 
 
 def _build(

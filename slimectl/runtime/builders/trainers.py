@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel
@@ -55,11 +58,13 @@ class PolicyBackend:
         Raises MissingExtraError, SettingsError, BackendError or CheckpointError.
         """
 
-    def check_training(self, settings: Settings, folder: Path, options: TrainerOptions) -> None:
+    def check_training(self, settings: Settings, folder: Path, options: TrainerOptions) -> str | None:
         """Check the options against the model in a folder, reading only its config.json.
 
-        `options` are the same as for `build`. Raises SettingsError or CheckpointError.
+        `options` are the same as for `build`. Returns how the model is computed, if there are several ways. Raises
+        SettingsError or CheckpointError.
         """
+        return None
 
     def packing(self, settings: Settings, folder: Path) -> Packing | None:
         """Return how the trainer of a model directory packs rows, for perf metrics, or None if unknown."""
@@ -81,10 +86,11 @@ class FsdpBackend(PolicyBackend):
 
     streams_adapters = True
 
-    def check_training(self, settings: Settings, folder: Path, options: TrainerOptions) -> None:
+    def check_training(self, settings: Settings, folder: Path, options: TrainerOptions) -> str:
+        from slimectl.policies.fsdp.padded_model import path_of
         from slimectl.policies.fsdp.trainer import check_training
 
-        check_training(folder, options)
+        return path_of(check_training(folder, options))
 
     def packing(self, settings: Settings, folder: Path) -> Packing:
         train = settings.train
@@ -97,6 +103,16 @@ class FsdpBackend(PolicyBackend):
 
         trainers: dict[Role, type[FsdpTrainer]] = {"critic": FsdpCritic, "actor_critic": FsdpActorCritic}
         return trainers.get(role, FsdpPolicy)(folder, checkpoint, options)
+
+
+def fsdp_path(config: Mapping[str, Any]) -> str:
+    """Return how fsdp computes the model of a complete configuration. Raises CheckpointError."""
+    from slimectl.policies.fsdp.build import empty_model
+    from slimectl.policies.fsdp.padded_model import path_of
+
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+        return path_of(empty_model(Path(folder)))
 
 
 def _check_save_format(megatron: MegatronSettings, dense: int | None) -> None:
