@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from vision_models import vision_model
 
@@ -123,10 +124,11 @@ def test_transformers_reads_the_weights_that_were_written(
     summary = convert_checkpoint(model_dir(family), small, ConvertOptions(quantize=quantize, group=32, block=(32, 32)))
     config = json.loads((small / "config.json").read_text())["quantization_config"]
     assert "lm_head" in config.get("modules_to_not_convert", config.get("ignore"))
-    if family == "qwen3_moe" and quantize != "fp8":
-        assert summary["transformers"].startswith("cannot read it (it has no quantized experts in this format")
-    else:
-        assert summary["transformers"] == "reads the same weights"
+    readings = ["reads the same weights"]
+    if family == "qwen3_moe" and quantize != "fp8":  # transformers 5.19 reads these experts
+        with_remedy = "in this format. SGLang and vLLM have, or use --quantize fp8)"
+        readings += [f"cannot read it (version {transformers.__version__} has no quantized experts {with_remedy}"]
+    assert summary["transformers"] in readings
 
 
 def test_a_result_that_transformers_reads_otherwise_is_refused(tmp_path: Path, model_dir: ModelDir):
@@ -146,11 +148,12 @@ def test_a_result_that_transformers_reads_otherwise_is_refused(tmp_path: Path, m
         check_reader(small, weights.forms(), tokens, expected)
 
 
-def test_blocks_that_transformers_cannot_divide_are_named(tmp_path: Path, model_dir: ModelDir):
-    """Rows of 64 and blocks of 128: transformers divides the rows by the number of scales, and refuses or misreads."""
-    summary = convert_checkpoint(model_dir("llama"), tmp_path / "small", ConvertOptions(quantize="fp8"))
+def test_blocks_that_transformers_misreads_are_named(tmp_path: Path, model_dir: ModelDir):
+    """Of 64 rows, blocks of 48 have 48 and 16. transformers 5.12 to 5.19 divides the rows evenly among the scales."""
+    options = ConvertOptions(quantize="fp8", block=(48, 64))
+    summary = convert_checkpoint(model_dir("llama"), tmp_path / "small", options)
     assert re.match(
-        r"cannot read it \(.*_proj.weight is \d+ x \d+, which --block 128 128 does not", summary["transformers"]
+        r"cannot read it \(.*proj.weight is \d+ x \d+, which --block 48 64 does not", summary["transformers"]
     )
 
 
