@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from policies.policy_cases import Clipped, random_rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
@@ -18,7 +19,10 @@ from slimectl.data.routed_experts import decoded
 from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from slimectl.engines.embedded.prefix_tree import MIN_TOKENS, PrefixTree
 from slimectl.engines.embedded.states import State
-from slimectl.types import Completion, SamplingParams
+from slimectl.policies.fsdp.policy import FsdpPolicy
+from slimectl.policies.optimizer import OptimizerOptions
+from slimectl.policies.options import TrainerOptions
+from slimectl.types import Completion, SamplingParams, TrainingSample
 
 Ask = Callable[..., list[Completion]]
 Build = Callable[..., tuple[EmbeddedEngine, Any]]
@@ -90,7 +94,7 @@ def test_sampled_log_probs_and_experts_are_those_of_transformers(
         torch.testing.assert_close(torch.tensor(score.log_probs), torch.tensor(answer.log_probs), atol=2e-5, rtol=0)
 
 
-def test_turns_go_on_from_the_states_that_were_kept_and_forks_between_them_do_not(build: Build, answers: Ask) -> None:
+def test_turns_go_on_from_kept_states_and_so_do_forks_from_the_second_time_on(build: Build, answers: Ask) -> None:
     engine, model = build()
 
     def asked(prompt: list[int], *, cached: int) -> Completion:
@@ -106,9 +110,11 @@ def test_turns_go_on_from_the_states_that_were_kept_and_forks_between_them_do_no
     second = asked(second_prompt, cached=len(PROMPT) + 19)  # all but the last token, which was sampled and not read
     asked([*second_prompt, *second.tokens, 7], cached=len(second_prompt) + 19)
     asked(PROMPT + PROMPT[:5], cached=len(PROMPT))  # the state after the first prompt
-    asked([*PROMPT, *first.tokens[:10], 9, 9], cached=len(PROMPT))  # the fork inside the answer has none
+    asked([*PROMPT, *first.tokens[:10], 9, 9], cached=len(PROMPT))  # ten tokens are not worth a state
     asked([*PROMPT[:50], 3], cached=0)
-    asked(second_prompt, cached=len(PROMPT) + 19)  # the tokens before the last one have no state of their own
+    asked([*PROMPT[:50], 4, 5], cached=50)
+    asked(second_prompt, cached=len(PROMPT) + 19)  # only its last token has to be computed, but before that is no state
+    asked(second_prompt, cached=len(second_prompt) - 1)
 
 
 def test_interrupted_sequences_are_computed_again_or_kept_with_what_they_have_read(build: Build) -> None:
@@ -192,3 +198,22 @@ def test_bf16_is_close_to_fp32(build: Build, answers: Ask) -> None:
     score = coarse.scores([PROMPT + expected.tokens], [len(PROMPT) - 1])[0]
     difference = torch.tensor(score.log_probs) - torch.tensor(expected.log_probs)
     assert difference.abs().mean() < 0.05
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_what_was_sampled_has_the_log_probs_of_the_trainer_after_a_push(
+    family: str, make_engine: Callable[..., EmbeddedEngine], model_dir: Callable[[str], Path], answers: Ask
+) -> None:
+    engine = make_engine(family)
+    policy = FsdpPolicy(model_dir(family), HFCheckpoint(), TrainerOptions(optimizer=OptimizerOptions(lr=0.01)))
+    policy.forward_backward(random_rows(), Clipped())
+    policy.optim_step()
+    engine.load_weights(policy.weights(), version="1")
+    prompts = [PROMPT, PROMPT, PROMPT[:7]]
+    made = answers(engine, *((prompt, dataclasses.replace(FREE, seed=i)) for i, prompt in enumerate(prompts)))
+    rows = [
+        TrainingSample(prompt + answer.tokens, 20, [1.0] * 20, [1.0] * 20, group=0)
+        for prompt, answer in zip(prompts, made, strict=True)
+    ]
+    for log_probs, answer in zip(policy.log_probs(rows), made, strict=True):
+        assert log_probs == pytest.approx(answer.log_probs, abs=2e-5)

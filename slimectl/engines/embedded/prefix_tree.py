@@ -1,6 +1,7 @@
 """A radix tree of computed keys and values, so that prompts reuse the start of earlier prompts and responses.
 
-In a model with delta nets, a prompt can start only where their state was kept: after an earlier prompt or response.
+In a model with delta nets, a prompt can start only where their state was kept: after an earlier prompt or response, and
+where another prompt left an earlier text before.
 
 L layers · K key-value heads · T tokens · D head dimension · k experts per token.
 """
@@ -98,6 +99,13 @@ class PrefixTree:
         node = self._split(node, length)
         self._touch(node)
         return node
+
+    def fork(self, tokens: tuple[int, ...]) -> int:
+        """Return where `tokens` leave the stored texts, if a state is worth keeping there and fits. Otherwise 0."""
+        node, length = self._walk(tokens)
+        if not self._state_bytes or length - self._reusable(tokens)[1] < MIN_TOKENS:
+            return 0
+        return length if self._make_room(self._state_bytes, keep=node) else 0
 
     def insert(
         self,

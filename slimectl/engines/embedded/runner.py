@@ -161,12 +161,35 @@ class Runner:
             return
         ahead = self.scheduler.upcoming(prompts, tokens=AHEAD)
         new = prompts + [prompt for prompt in ahead if prompt not in self._prefixes]
-        nodes = [self.tree.match(prompt[:-1]) if self._is_reusable(prompt) else None for prompt in new]
-        for prompt, prefix in zip(new, self.model.prefill(new, nodes), strict=True):
+        fork_starts = self._compute_forks(new)
+        self._prefill(new)
+        for prompt in new:
+            prefix = self._prefixes[prompt]
+            prefix.cached_tokens = fork_starts.pop(prompt[: prefix.cached_tokens], prefix.cached_tokens)
+
+    def _compute_forks(self, prompts: list[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
+        """Store states where prompts leave texts of the prefix tree. Return the cached tokens of each common part.
+
+        This costs no more than computing the prompts from earlier states, and later prompts can start there.
+        """
+        ends = {prompt: self.tree.fork(prompt[:-1]) for prompt in prompts if self._is_reusable(prompt)}
+        forks = list(dict.fromkeys(prompt[:end] for prompt, end in ends.items() if end))
+        forks = [fork for fork in forks if fork not in self._prefixes]
+        if not forks:
+            return {}
+        self._prefill(forks)
+        starts = {fork: self._prefixes[fork].cached_tokens for fork in forks}
+        self._drop_prefixes(forks)
+        return starts
+
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> None:
+        """Compute prompts in one pass, and store them."""
+        nodes = [self.tree.match(prompt[:-1]) if self._is_reusable(prompt) else None for prompt in prompts]
+        for prompt, prefix in zip(prompts, self.model.prefill(prompts, nodes), strict=True):
             self.stats.prefill_tokens += len(prompt) - prefix.cached_tokens
             self._prefixes[prompt] = prefix
             self.tree.use(prefix.node)
-        for prompt in new:
+        for prompt in prompts:
             self._store(prompt, self._prefixes[prompt])
 
     def _store(self, prompt: tuple[int, ...], prefix: Prefix) -> None:
