@@ -183,8 +183,11 @@ class ModuleTensors:
             ) from error
 
     def _check_complete(self, loaded: set[str], path: Path) -> None:
-        """Raise CheckpointError unless every group is loaded. `loaded`: published names, and names of the module."""
-        whole = {self.first[name] for name in loaded if name in self.first} | set(self._optional)
+        """Raise CheckpointError unless every group is loaded. `loaded`: published names, and names of the module.
+
+        The other name of a tied parameter alone is not enough, because other programs read the first one.
+        """
+        whole = {name for name in loaded if self.first.get(name) == name} | set(self._optional)
         for group in self.groups:
             missing = [name for name in group.published if name not in loaded]
             if missing and not whole.issuperset(group.parameters):

@@ -204,6 +204,34 @@ def test_two_ranks_equal_one(new_model: NewModel):
         two.close()
 
 
+def test_a_vision_model_of_another_kind_trains_its_decoder_only(tmp_path: Path):
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        "gemma3", text_config=SHAPE | {"pad_token_id": 0}, vision_config=vision | {"image_size": 28, "patch_size": 14}
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    policy, rows = new_policy(tmp_path), random_rows(groups=1)
+    assert {name.split(".")[1] for name in policy.masters.trained} == {"language_model"}
+    before = {name: tensor.clone() for name, tensor in policy.weights()}
+    policy.forward_backward(rows, WeightedNegativeLogProb())
+    policy.optim_step()
+    changed = {name for name, tensor in policy.weights() if not torch.equal(tensor, before[name])}
+    assert changed
+    assert not any("vision" in name or "projector" in name for name in changed)
+
+
+def test_weights_that_transformers_keeps_in_float32_are_not_rounded(tmp_path: Path):
+    torch.manual_seed(0)
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0}
+    config = AutoConfig.for_model("ernie4_5_moe", **SHAPE | experts | {"pad_token_id": 0})
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    dtypes = {name: parameter.dtype for name, parameter in expected.named_parameters()}
+    assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+    found = new_policy(tmp_path, dtype="bfloat16").masters.parameters
+    assert {name: parameter.dtype for name, parameter in found.items()} == dtypes
+
+
 def test_weights_of_bfloat16_are_near_those_of_float32(new_model: NewModel):
     rows, folder = random_rows(groups=2), new_model("gpt2")
     rounded_R, exact_R = (flat_log_probs(new_policy(folder, dtype=dtype), rows) for dtype in ("bfloat16", "float32"))

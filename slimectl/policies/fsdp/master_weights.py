@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,8 +137,10 @@ class MasterWeights:
         self.copies = self.rounds or offload == "optimizer"
         """Whether the model holds copies of the masters instead of the masters themselves."""
         if self.rounds:
-            for parameter in model.hf.parameters():
-                parameter.data = parameter.data.to(dtype)
+            exact = exact_pattern(model.hf)
+            for name, parameter in model.hf.named_parameters():
+                if not exact.search(name):
+                    parameter.data = parameter.data.to(dtype)
         _materialise(model, device, parameters_on=torch.device("cpu") if offloads else device)
         self.parameters: dict[str, nn.Parameter] = dict(model.hf.named_parameters())
         self.tensors = {name: local_part(parameter.data) for name, parameter in self.parameters.items()}
@@ -257,6 +260,12 @@ class MasterWeights:
             self.tensors[name].grad = parameter.grad = None
 
 
+def exact_pattern(hf: Any) -> re.Pattern[str]:
+    """Return the pattern of the parameters that transformers keeps in float32 in a model of 16 bits."""
+    names = getattr(hf, "_keep_in_fp32_modules_strict", None) or ()
+    return re.compile("|".join(map(re.escape, sorted(names))) or "(?!)")
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, or the tensor itself without a mesh."""
     from torch.distributed.tensor import DTensor
@@ -273,7 +282,7 @@ def _shard(model: TrainedModel, mesh: Any, dtype: torch.dtype, *, offloads: bool
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Memory is pinned for copies to and from an accelerator. Without one, torch (2.13) cannot pin it.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offloads else OffloadPolicy()
-    modules: list[Any] = [*decoder_layers(model.hf), model]
+    modules: list[Any] = [*separate_layers(model.hf), model]
 
     def placement(parameter: nn.Parameter) -> Placement:
         return Placement(sharded_dimension(parameter.shape, mesh.size()))
@@ -285,6 +294,13 @@ def _shard(model: TrainedModel, mesh: Any, dtype: torch.dtype, *, offloads: bool
         # Otherwise the factor is applied by a pre-multiplied sum, which gloo does not support.
         module.set_force_sum_reduction_for_comms(True)
     return modules
+
+
+def separate_layers(hf: Any) -> list[nn.Module]:
+    """Return the decoder layers, or none if some share parameters, which FSDP2 then shards with the root."""
+    layers = decoder_layers(hf)
+    owned = [parameter for layer in layers for parameter in layer.parameters()]
+    return layers if len(set(owned)) == len(owned) else []
 
 
 def _materialise(model: TrainedModel, device: torch.device, *, parameters_on: torch.device) -> None:

@@ -42,6 +42,7 @@ from slimectl.policies.fsdp.master_weights import MasterWeights, adamw, clip, lo
 from slimectl.policies.fsdp.model import Outputs, Role, TrainedModel, rope_limit
 from slimectl.policies.fsdp.padded_model import padded_options, report_general_path
 from slimectl.policies.fsdp.routing_replay import ExpertReplay
+from slimectl.policies.fsdp.vision import tower_parameters
 from slimectl.policies.host_memory import HostMemory
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of, read_adapter, write_adapter
 from slimectl.policies.metrics import merge_metrics, read_metrics
@@ -99,16 +100,17 @@ class FsdpTrainer:
             names = trainable_names(present_names, freeze=options.freeze, train_only=options.train_only)
         if options.freeze_vision_tower:
             names = {name for name in names if not re.search(TOWER_PATTERN, name)}
+        trained = ((names - tower_parameters(hf)) | set(added)) - self._unused_names(hf)
         for name, parameter in hf.named_parameters():
-            parameter.requires_grad_(options.trains and name in (names | set(added)) - self._unused_names(hf))
+            parameter.requires_grad_(options.trains and name in trained)
         tensors = ModuleTensors(hf, stored=checkpoint.open(self.model_dir).forms(), optional=added)
         self.masters = MasterWeights(self.model, options, device=self.device, mesh=mesh, names=tensors, added=added)
         self.memory = HostMemory()
         self.masters.read(checkpoint, self.model_dir)
         self.carried_names = self.masters.names.carried
         dims = [len(self.masters.shapes[name]) for name in self.masters.trained]
-        trained = list(self.masters.trained.values())
-        self.optimizer = adamw(trained, dims, options.optimizer, shards=self.masters.shards())
+        masters = list(self.masters.trained.values())
+        self.optimizer = adamw(masters, dims, options.optimizer, shards=self.masters.shards())
 
     def _mesh(self, sharded: bool) -> Any | None:
         """Return the mesh of all ranks to shard over, possibly a single rank, or None if the model is not sharded."""

@@ -75,6 +75,15 @@ def decoder_of(hf: Any) -> Any:
     return getattr(hf.base_model, "language_model", hf.base_model)
 
 
+def tower_parameters(hf: Any) -> set[str]:
+    """Return the names of parameters for other inputs than text, in models whose images are not trained here."""
+    if tower_of(hf) is not None or hf.config is hf.config.get_text_config():
+        return set()
+    parts = [hf.get_decoder(), hf.get_input_embeddings(), hf.get_output_embeddings()]
+    text = {parameter for part in parts if part is not None for parameter in part.parameters()}
+    return {name for name, parameter in hf.named_parameters() if parameter not in text}
+
+
 def decoder_input(hf: Any, tokens_T: Tensor, positions_T: Tensor, images: ImageBatch | None) -> dict[str, Any]:
     """Return the decoder's arguments for a pack: tokens, or token embeddings with image embeddings among them.
 

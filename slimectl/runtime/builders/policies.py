@@ -191,13 +191,11 @@ def _batching(train: TrainSettings, folder: Path) -> BatchingOptions:
     if not train.balance_by_flops:
         return BatchingOptions(size, "tokens" if train.balance_data else "none")
     from slimectl.architectures.config import read_config
-    from slimectl.architectures.registry import family_of
     from slimectl.planner.flops import pair_cost
-    from slimectl.planner.parameters import parts_of
+    from slimectl.planner.plan import any_model_of
 
-    config = read_config(folder)
-    family = family_of(config)
-    return BatchingOptions(size, "flops", pair_cost(parts_of(family.links(config)), family.architecture(config)))
+    model = any_model_of(read_config(folder))
+    return BatchingOptions(size, "flops", pair_cost(model.parts, model.architecture))
 
 
 def round_timer(settings: Settings, folder: Path, policy: Policy, *, progress: Progress = NO_PROGRESS) -> RoundTimer:
