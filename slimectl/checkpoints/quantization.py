@@ -17,9 +17,9 @@ from slimectl.errors import CheckpointError
 from slimectl.protocols import NamedTensors, Weights
 
 KEPT = re.compile(
-    r"norm|(^|\.)visual\.|"
+    r"norm|(^|\.)(visual|(vision|audio)_\w+|embed_(vision|audio)|multi_modal_projector)\.|"
     r"(^|\.)(embed_tokens|pos_embed|lm_head|gate|router|shared_expert_gate|eh_proj|head|in_proj_(ba|a|b)|"
-    r"(gate|router)\.\w+|[xd]t?_proj|"
+    r"(gate|router)\.\w+|x_proj|dt_proj|"
     r"indexer\.(wk|weights_proj))\.weight$"
 )
 """Matrices that stay in full precision, because they are small and sensitive to quantization, and engines have no

@@ -60,6 +60,25 @@ def test_linear_layers_of_any_model_are_quantized(model_type: str, layers: list[
     assert summary["logits_max_difference"] > 0
 
 
+def test_towers_of_any_model_stay_in_full_precision(tmp_path: Path):
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text = {**SHAPE, "model_type": "mistral", "intermediate_size": 32}
+    vision = {
+        "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "head_dim": 16, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    config = AutoConfig.for_model("mistral3", text_config=text, vision_config=vision)
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "hf")
+    summary = convert_checkpoint(tmp_path / "hf", tmp_path / "small", ConvertOptions(quantize="fp8", block=(2, 2)))
+    found = load_file(tmp_path / "small" / "model.safetensors")
+    quantized = {name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn}
+    prefix = "language_model.model.layers.0."
+    attention = {f"{prefix}self_attn.{layer}.weight" for layer in ATTENTION}
+    assert quantized == attention | {f"{prefix}mlp.{layer}_proj.weight" for layer in ("gate", "up", "down")}
+    assert summary["transformers"] == "reads the same weights"
+
+
 def test_fused_experts_and_tables_are_named_as_kept(tmp_path: Path):
     """Else transformers on a GPU, SGLang and vLLM would build quantized experts."""
     convert_checkpoint(saved("gpt_oss", tmp_path / "hf"), tmp_path / "small", ConvertOptions(quantize="fp8", logits=0))

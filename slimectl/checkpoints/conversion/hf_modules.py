@@ -14,7 +14,6 @@ from torch import nn
 
 from slimectl.architectures.config import Config
 from slimectl.architectures.config_defaults import STAND_INS
-from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.checkpoints.module_tensors import ModuleTensors
 from slimectl.errors import CheckpointError
 
@@ -23,7 +22,7 @@ ROUTED_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def model_class(config: Config) -> tuple[Any, Any]:
-    """Return transformers' configuration and class of a model, regardless of its quantization.
+    """Return transformers' configuration and class of a model (with its vision tower), regardless of its quantization.
 
     Raises CheckpointError if transformers has none.
     """
@@ -36,9 +35,8 @@ def model_class(config: Config) -> tuple[Any, Any]:
         with TemporaryDirectory() as folder:  # it reads infinite numbers from files only
             (Path(folder) / "config.json").write_text(json.dumps(plain), encoding="utf-8")
             hf_config = transformers.AutoConfig.from_pretrained(folder)
-        auto = transformers.AutoModelForCausalLM
-        if plain["model_type"] in MODEL_TYPES:
-            auto = transformers.AutoModelForImageTextToText
+        with_vision, text = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM
+        auto = with_vision if type(hf_config) in with_vision._model_mapping else text
         return hf_config, auto._model_mapping[type(hf_config)]
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"transformers has no model for model_type {config.get('model_type')!r}") from error

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slimectl.architectures.config import Config, raw_config
-from slimectl.checkpoints.conversion.hf_modules import ROUTED_EXPERT
+from slimectl.checkpoints.conversion.hf_modules import ROUTED_EXPERT, model_class
 from slimectl.checkpoints.quantization_config import scheme_of
 from slimectl.checkpoints.quantization_schemes import Fp8Blocks
 from slimectl.checkpoints.safetensors_io import TensorSpec
@@ -82,11 +82,8 @@ def _loaded_logits(folder: Path, quantization: Mapping[str, Any], tokens: Tensor
         if compressed
         else transformers.FineGrainedFP8Config(dequantize=True)
     )
-    hf_config = transformers.AutoConfig.from_pretrained(folder)
-    auto = transformers.AutoModelForCausalLM
-    if type(hf_config) not in auto._model_mapping:
-        auto = transformers.AutoModelForImageTextToText
-    model, report = auto.from_pretrained(
+    _, kind = model_class(raw_config(folder))
+    model, report = kind.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", quantization_config=as_numbers,
         output_loading_info=True,
     )  # fmt: skip
