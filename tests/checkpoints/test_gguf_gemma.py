@@ -144,6 +144,18 @@ def test_a_second_rotary_base_of_a_family_with_one_is_refused():
         changed_keys(Gemma2Config(), {"rope.freq_base_swa": 5000.0, "attention.sliding_window": 8}, [])
 
 
+@pytest.mark.slow
+def test_the_real_vocabulary_gives_the_pieces_of_the_sentencepiece_package(gemma3: tuple[Path, dict[str, Any]]):
+    folder, summary = gemma3
+    assert (summary["tensors"], summary["parameters"], summary["verified"]) == (236, 268_098_176, True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "Hello, world!  It's 12\n\n\U0001d518"
+    expected = ["<bos>", "Hello", ",", "▁world", "!", "  ", "It", "'", "s", "▁", "1", "2", "\n\n"]
+    expected += ["<0xF0>", "<0x9D>", "<0x94>", "<0x98>"]
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode(text)) == expected
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
 @pytest.mark.parametrize(
     ("text", "pieces"),
     [

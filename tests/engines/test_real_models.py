@@ -1,4 +1,4 @@
-"""A real model: SmolLM2-135M, converted from the GGUF of a package, answers here as in transformers."""
+"""Real models, converted from the GGUF of a package, answer here as in transformers: SmolLM2-135M, Gemma 3 270M."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slimectl.checkpoints.hf import HFCheckpoint
-from slimectl.engines.embedded.engine import EmbeddedEngine
+from slimectl.runtime.builders.engines import AutoBackend
+from slimectl.settings import Settings
 from slimectl.types import Completion, SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -26,8 +26,11 @@ TEXTS = (
 TOKENS = 16
 
 
-def test_greedy_answers_and_their_log_probabilities_are_those_of_transformers(smollm2: tuple[Path, dict[str, Any]]):
-    folder, _ = smollm2
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_greedy_answers_and_their_log_probabilities_are_those_of_transformers(
+    name: str, request: pytest.FixtureRequest
+):
+    folder, _ = request.getfixturevalue(name)
     text = AutoTokenizer.from_pretrained(folder)
     prompts = [text.encode(each) for each in TEXTS]
     assert [len(tokens) for tokens in prompts] == sorted({len(tokens) for tokens in prompts})
@@ -43,8 +46,8 @@ def test_greedy_answers_and_their_log_probabilities_are_those_of_transformers(sm
 
 def answers(folder: Path, text: Any, prompts: list[list[int]]) -> list[Completion]:
     """All prompts at once."""
-    engine = EmbeddedEngine(AutoConfig.from_pretrained(folder), text)
-    engine.load_weights(HFCheckpoint().read(folder), version="0")
+    settings = Settings.model_validate({"model": {"path": str(folder)}})
+    engine = AutoBackend().engine(settings, folder, text, load=True)
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 
     async def gathered() -> list[Completion]:
