@@ -85,12 +85,20 @@ class PackedCoreAttention(nn.Module):
 class PackedSelfAttention(SelfAttention):
     """mcore's grouped-query attention with our rotary embedding and core attention, and the same parameters.
 
-    With `local_rope` the layer rotates by the angles of layers with a window.
+    With `local_rope` the layer rotates by the angles of layers with a window. `norms` are classes for query and key
+    that mcore does not know of. It rejects them in its own specification (0.19.2).
     """
 
-    def __init__(self, *args: Any, local_rope: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, local_rope: bool = False, norms: tuple[type, type] | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.local_rope = local_rope
+        if norms is not None:
+            width = self.hidden_size_per_attention_head
+            self.q_layernorm, self.k_layernorm = (
+                norm(self.config, width, self.config.layernorm_epsilon) for norm in norms
+            )
 
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: PackedSequences, **_: Any

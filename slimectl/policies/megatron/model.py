@@ -125,12 +125,11 @@ def _attention_of(architecture: Architecture, config: Any, index: int) -> Module
 
 def _grouped_query_attention(architecture: Architecture, config: Any, window: int | None) -> ModuleSpec:
     query_norm, key_norm = (RMSNorm, RMSNorm) if config.qk_layernorm else (IdentityOp, IdentityOp)
-    if architecture.layer == "wide_qk_norm":
-        query_norm, key_norm = WideQueryNorm, WideKeyNorm
+    wide_norms = (WideQueryNorm, WideKeyNorm) if architecture.layer == "wide_qk_norm" else None
     column, row = _products(config)
     return ModuleSpec(
         module=PackedSelfAttention,
-        params={"local_rope": window is not None and architecture.local_rope is not None},
+        params={"local_rope": window is not None and architecture.local_rope is not None, "norms": wide_norms},
         submodules=SelfAttentionSubmodules(
             linear_qkv=column,
             core_attention=ModuleSpec(

@@ -41,12 +41,16 @@ def _patch_router_gate() -> None:
 def _patch_delta_net() -> None:
     """Allow building gated delta nets without flash-linear-attention.
 
-    megatron-core (0.16.1) refuses to build the module. We use its parameters, but not its computation (delta_net.py).
-    Delete when it only refuses to run.
+    megatron-core (0.16.1, 0.19.2) refuses to build the module. We use its parameters, but not its computation
+    (delta_net.py). Delete when it only refuses to run.
     """
     from megatron.core.ssm import gated_delta_net
 
-    gated_delta_net.HAVE_FLA = True
+    if not hasattr(gated_delta_net, "gdn"):
+        gated_delta_net.HAVE_FLA = True
+    elif not gated_delta_net.HAVE_FLA:  # 0.19 is a package, and also refuses a rule that is None
+        gated_delta_net.common.HAVE_FLA = True
+        gated_delta_net.gdn.chunk_gated_delta_rule = gated_delta_net.torch_chunk_gated_delta_rule
 
 
 def _patch_gradient_norm() -> None:

@@ -23,7 +23,7 @@ import torch
 from slimectl.errors import BackendError
 from slimectl.policies.onednn_linear import is_faster, linear
 
-TESTED = ("0.16.1",)
+TESTED = ("0.16.1", "0.19.2")
 """Versions of megatron-core whose GPU calls are all covered."""
 
 _TYPES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
