@@ -7,11 +7,11 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from slimectl.system.redaction import redact_text
 
 OPTIONAL = {
+    "transformers": ("torch", "running models"),
     "ray": ("ray", "--executor ray"),
     "megatron-core": ("megatron", "--backend megatron"),
     "tensorboard": ("tensorboard", "track.with = tensorboard"),
@@ -62,7 +63,9 @@ def machine() -> Iterator[CheckResult]:
         if find_spec(MODULES.get(package, package)) is None:
             yield CheckResult(package, None, f"not installed. For {purpose}: pip install 'slimectl[{extra}]'")
         else:
-            yield CheckResult(package, True, _version(package))
+            installed = _version(package)
+            problem = unsupported(package, installed, _requirements())
+            yield CheckResult(package, None if problem else True, f"{installed}{problem}")
 
 
 def _torch() -> Iterator[CheckResult]:
@@ -83,6 +86,31 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "no metadata"
+
+
+def _requirements() -> Sequence[str]:
+    """Return the requirements of the installed slimectl. A plain checkout has none."""
+    try:
+        return requires("slimectl") or ()
+    except PackageNotFoundError:
+        return ()
+
+
+def unsupported(package: str, installed: str, requirements: Iterable[str]) -> str:
+    """Return a warning if an installed version is outside the range of a requirement, else "".
+
+    >>> unsupported("ray", "3.1", ["ray<3,>=2.44; extra == 'ray'"])
+    ', but slimectl was tried with <3,>=2.44. Run: pip install "ray<3,>=2.44"'
+    """
+    from packaging.requirements import Requirement
+    from packaging.version import InvalidVersion
+
+    for requirement in map(Requirement, requirements):
+        with suppress(InvalidVersion):  # a package without metadata
+            if requirement.name == package and not requirement.specifier.contains(installed, prereleases=True):
+                bounds = requirement.specifier
+                return f', but slimectl was tried with {bounds}. Run: pip install "{package}{bounds}"'
+    return ""
 
 
 @dataclass(frozen=True)
