@@ -1,6 +1,6 @@
-"""The embedded engine beside transformers' `generate` or vLLM: tokens a CPU-second, one thread, the same work.
+"""The engine in this process beside transformers' `generate` or vLLM: tokens a CPU-second, one thread, the same work.
 
-    python benchmarks/engine.py --model DIR [--dtype bf16] [--rounds 5] [--cases 1,32,grpo]
+    python benchmarks/engine.py --model DIR [--dtype bf16] [--rounds 5] [--cases 1,32,grpo] [--backend transformers]
     python benchmarks/engine.py --model DIR --against vllm --vllm-python PATH [--vllm-mode eager]
 
 Rounds of the two alternate, so that a machine that slows down slows both; printed are medians, and the median of the
@@ -35,6 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
+from slimectl.engines.transformers.model import TransformersModel
 from slimectl.plugins.garbage import frozen_objects
 from slimectl.types import SamplingParams
 
@@ -140,10 +141,15 @@ def machine() -> tuple[float, float, float]:
     return rates[0], rates[1], block.nbytes / min(cpu_seconds(block.sum) for _ in range(5)) / 1e9
 
 
+def transformers_model(config: Any, options: EngineOptions) -> TransformersModel:
+    return TransformersModel(config, dtype=options.dtype, device=torch.device(options.device))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--backend", choices=["embedded", "transformers"], default="embedded", help="Forward pass")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", default="1,8,32,grpo,short")
     parser.add_argument("--max-running", type=int, default=64)
@@ -157,7 +163,9 @@ def main() -> None:
     with frozen_objects():  # as commands do; vLLM's side does the same
         config = AutoConfig.from_pretrained(options.model)
         tokenizer, dtype = AutoTokenizer.from_pretrained(options.model), DTYPES[options.dtype]
-        engine = EmbeddedEngine(config, tokenizer, EngineOptions(dtype=dtype, max_running=options.max_running))
+        model = transformers_model if options.backend == "transformers" else None
+        engine_options = EngineOptions(dtype=dtype, max_running=options.max_running)
+        engine = EmbeddedEngine(config, tokenizer, engine_options, model=model)
         engine.load_weights(HFCheckpoint().read(options.model), version="0")
         reference = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
     shapes = {name: parameter.numel() for name, parameter in reference.named_parameters()}

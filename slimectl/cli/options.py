@@ -130,7 +130,9 @@ class CommonOptions:
             "--ray-address", metavar="HOST:PORT", help="Address of a running Ray cluster. Implies --executor ray"
         ),
     ] = None
-    engine: Annotated[str | None, typer.Option("--engine", help="Inference engine: embedded, sglang or vllm")] = None
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Inference engine: auto, embedded, transformers, sglang or vllm")
+    ] = None
     engines: Annotated[int | None, typer.Option("--engines", help="Number of engines to start")] = None
     engine_url: Annotated[
         list[str] | None,
