@@ -23,6 +23,20 @@ MOVES = {
 """Operations that change no value, except by its precision."""
 
 
+OWN_MASKS = ("doge",)
+"""Model types whose layers pass masks that depend on their values. Other attention than eager then loses the causal
+mask (transformers 5.12)."""
+
+
+def check_causal(hf: nn.Module, location: str) -> None:
+    """Raise CheckpointError for an encoder such as BERT, whose tokens attend to later ones."""
+    if any(getattr(module, "is_decoder", True) is False for module in hf.modules()):
+        raise CheckpointError(
+            f"{location}: this model is an encoder (is_decoder is false), so it cannot generate text. Give a model that"
+            " continues text."
+        )
+
+
 class CausalModel:
     """A causal language model of transformers in two halves: its base model, and its head on chosen states.
 

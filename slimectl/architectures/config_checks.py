@@ -28,6 +28,8 @@ OPTIONAL_SIZES = {
     "num_position_embeddings": 2**24, "patch_size": 2**10, "temporal_patch_size": 2**6, "in_channels": 2**6,
 }  # fmt: skip
 """Like REQUIRED_SIZES, but null is allowed."""
+BY_LAYER = ("intermediate_size",)
+"""Keys that may also be a list with a value for every layer, as in Gemma 3n."""
 COUNTS = {
     "num_experts": 2**14, "n_routed_experts": 2**14, "num_local_experts": 2**14, "n_shared_experts": 2**10,
     "first_k_dense_replace": 2**13, "num_nextn_predict_layers": 2**10, "sliding_window": 2**40,
@@ -79,8 +81,9 @@ def _problems(config: dict[str, Any], weight_bytes: int | None) -> Iterator[str]
             yield f"{key} has {len(value)} entries"
     for key, maximum in (REQUIRED_SIZES | OPTIONAL_SIZES | COUNTS).items():
         if key in config and not (config[key] is None and key not in REQUIRED_SIZES):
-            minimum = 0 if key in COUNTS else 1
-            if not _is_number(config[key], minimum, maximum):
+            minimum, value = 0 if key in COUNTS else 1, config[key]
+            values = value if key in BY_LAYER and isinstance(value, list) else [value]
+            if not all(_is_number(each, minimum, maximum) for each in values):
                 yield f"{key} {_format_value(config[key])}, not a number from {minimum} to {maximum}"
     for key in ("dtype", "torch_dtype"):
         if isinstance(config.get(key), str) and config[key] not in DTYPES:

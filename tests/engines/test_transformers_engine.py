@@ -176,7 +176,7 @@ def test_models_and_settings_that_do_not_fit_are_refused(folder_of: Callable[[st
     with pytest.raises(SettingsError, match="does not report experts of models that transformers computes"):
         engine(routing, folder, tokenizer, load=False)
     AutoConfig.for_model("bert").save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"bert is not a causal language model \(is_decoder is false\)"):
+    with pytest.raises(CheckpointError, match=r"this model is an encoder \(is_decoder is false\)"):
         engine(resolve([]).settings, tmp_path, tokenizer, load=False)
     AutoConfig.for_model("vit").save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="cannot build a causal language model of model_type 'vit'"):

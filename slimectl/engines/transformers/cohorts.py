@@ -6,7 +6,7 @@ B rows · T tokens.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +120,11 @@ def _grows(cache: Any) -> bool:
     return any(name in SEQUENCES for layer in cache.layers for name, _ in _tensors(layer))
 
 
+def _has_index(cohort: Cohort) -> bool:
+    """Whether layers choose tokens by an index, which does not see the padding (transformers 5.12)."""
+    return any(isinstance(layer, DynamicIndexedLayer) for layer in cohort.cache.layers)
+
+
 def _tensors(layer: Any) -> Iterator[tuple[str, Tensor]]:
     for name in (*SEQUENCES, *STATES):
         tensor = getattr(layer, name, None)
@@ -140,12 +145,12 @@ def _set_length(layer: Any, width: int) -> None:
 class CohortCache:
     """The cohorts of the running sequences. Slots 0, 1, 2 … are the running sequences.
 
-    Cohorts are joined at `reserve`. With `pads`, sequences of different lengths share a cohort, unless layers choose
-    tokens by an index, which does not see the padding (transformers 5.12).
+    Cohorts are joined at `reserve`. Sequences of different lengths share a cohort if `pads` returns True. It is called
+    when there are such sequences.
     """
 
-    def __init__(self, *, pads: bool) -> None:
-        self.pads = pads
+    def __init__(self, *, pads: Callable[[], bool]) -> None:
+        self._pads = pads
         self.cohorts: list[Cohort] = []
         """The cohorts to decode. Sequences that joined since `reserve` are not in them."""
         self._rows: list[tuple[Cohort, int]] = []  # by slot
@@ -158,16 +163,20 @@ class CohortCache:
         for slot, (cohort, row) in enumerate(self._rows):
             rows.setdefault(cohort, []).append(row)
             slots_of.setdefault(cohort, []).append(slot)
-        groups: dict[object, list[Cohort]] = {}
+        parts = []
         for cohort, kept in rows.items():
             part = cohort if kept == list(range(len(cohort.padding))) else cohort.select(kept)
             part.slots = slots_of[cohort]
+            parts.append(part)
+        growing = [part for part in parts if has_known_layers(part.cache) and _grows(part.cache)]
+        pads = len({part.width for part in growing}) < 2 or (not any(map(_has_index, growing)) and self._pads())
+        groups: dict[object, list[Cohort]] = {}
+        for part in parts:
             key: object = part
             if has_known_layers(part.cache):
-                pads = self.pads and not any(isinstance(layer, DynamicIndexedLayer) for layer in part.cache.layers)
                 key = None if pads or not _grows(part.cache) else part.width
             groups.setdefault(key, []).append(part)
-        self.cohorts = [parts[0] if len(parts) == 1 else joined(parts) for parts in groups.values()]
+        self.cohorts = [group[0] if len(group) == 1 else joined(group) for group in groups.values()]
         for cohort in self.cohorts:
             for row, slot in enumerate(cohort.slots):
                 self._rows[slot] = cohort, row

@@ -8,24 +8,28 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from slimectl.architectures.causal_model import CausalModel
+from slimectl.architectures.causal_model import OWN_MASKS, CausalModel, check_causal
 from slimectl.checkpoints.module_tensors import ModuleTensors
 from slimectl.engines.embedded.linear import Storage
 from slimectl.engines.embedded.model import Inputs, Prefix
 from slimectl.engines.embedded.prefix_tree import Node, PrefixTree
 from slimectl.engines.embedded.token_scores import TokenScores, token_scores
-from slimectl.engines.transformers.cohorts import Cohort, CohortCache, has_known_layers
+from slimectl.engines.transformers.cohorts import Cohort, CohortCache, has_known_layers, joined
 from slimectl.engines.transformers.module_weights import ModuleWeights
 from slimectl.errors import CheckpointError, first_line
 
 SCORED_TOKENS = 8192
 """Maximum number of tokens, with padding, in one pass that scores texts."""
+
+PADDING_TOLERANCE, ROUNDED_PADDING_TOLERANCE = 1e-3, 0.05
+"""Maximum mean difference of logits, relative to their deviation, that is rounding: in float32 and below."""
 
 
 class TransformersModel:
@@ -56,7 +60,25 @@ class TransformersModel:
 
     def new_cache(self) -> CohortCache:
         """Create an empty cache. Sequences of different lengths share a pass if the model takes positions."""
-        return CohortCache(pads=self._mixes_lengths and {"position_ids", "attention_mask"} <= self._accepted)
+        takes_padding = self._mixes_lengths and {"position_ids", "attention_mask"} <= self._accepted
+        return CohortCache(pads=lambda: takes_padding and self._padding_is_exact)
+
+    @cached_property
+    @torch.inference_mode()
+    def _padding_is_exact(self) -> bool:
+        """Whether a padded sequence has the same next token's logits, tried once with the loaded weights.
+
+        A model may ignore the mask, or add biases by position.
+        """
+        texts = [tuple(i % self.vocabulary for i in range(1, length)) for length in (18, 8)]
+        long, short = (self.prefill([text], [None])[0].keys_values for text in texts)
+        both = joined([long.select([0]), short.select([0])])
+        positions_B1 = torch.tensor([[len(text)] for text in texts], device=self._device)
+        tokens_B1 = torch.ones_like(positions_B1)
+        alone_1V = self._forward(tokens_B1[1:], short.cache, positions_B1[1:])[0][:, -1]
+        padded_1V = self._forward(tokens_B1, both.cache, positions_B1, both.mask(self._device))[0][1:, -1]
+        tolerance = PADDING_TOLERANCE if alone_1V.dtype == torch.float32 else ROUNDED_PADDING_TOLERANCE
+        return bool((padded_1V - alone_1V).float().abs().mean() <= tolerance * alone_1V.float().std())
 
     def new_tree(self, capacity: int) -> PrefixTree:
         """Create a tree that stays empty."""
@@ -157,21 +179,19 @@ def _empty_model(config: Any, *, dtype: torch.dtype, device: torch.device) -> An
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    if getattr(config, "is_decoder", True) is False:
-        raise CheckpointError(
-            f"config.json: {config.model_type} is not a causal language model (is_decoder is false), so it cannot "
-            f"generate text. Use another model."
-        )
+    if config.model_type in OWN_MASKS:
+        config._attn_implementation = "eager"
     try:
         with no_init_weights(), device, warnings.catch_warnings(action="ignore"):
             hf = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         hf.tie_weights()
-        return hf.eval()
     except Exception as error:
         raise CheckpointError(
             f"config.json: transformers cannot build a causal language model of model_type {config.model_type!r} "
             f"({first_line(error, 200)}). Upgrade transformers, or use another model."
         ) from error
+    check_causal(hf, "config.json")
+    return hf.eval()
 
 
 def _has_frequencies_by_length(config: Any) -> bool:

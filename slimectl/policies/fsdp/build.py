@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slimectl.algorithms.packing import PrefixTrie
+from slimectl.architectures.causal_model import OWN_MASKS, check_causal
 from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.checkpoints.causal_config import cannot_build, causal_config
 from slimectl.errors import CheckpointError, SettingsError, first_line
@@ -68,6 +69,7 @@ def empty_model(model_dir: Path, recompute: Recompute = Recompute()) -> TrainedM
     if obstacle:
         model = PaddedModel(_unpacked(model_dir, recomputes=core), obstacle=obstacle)
     hf = model.hf
+    check_causal(hf, str(model_dir))
     for module in hf.modules():
         if isinstance(module, nn.Embedding):
             # Padding is never read. In a row this token often ends a turn, so it needs a gradient.
@@ -83,7 +85,7 @@ def _unpacked(model_dir: Path, *, recomputes: bool) -> Any:
     config = causal_config(model_dir)
     name = attention.RECOMPUTED_SDPA if recomputes else None
     if config.model_type in OWN_MASKS:
-        name = "eager"  # with others these masks replace the causal one (transformers 5.12)
+        name = "eager"
     try:
         return _on_meta(config, name)
     except Exception as error:
@@ -124,10 +126,6 @@ def _set_recompute(hf: Any, recompute: Recompute) -> None:
                 module.forward = recomputed(module.forward)
     elif recompute.granularity == "selective":
         recompute_layers(layers, recompute)
-
-
-OWN_MASKS = ("doge",)
-"""Model types whose layers pass a mask to the attention function that depends on their values."""
 
 
 def _unsupported(hf: Any) -> str:
