@@ -65,6 +65,8 @@ class Architecture:
     """Whether every head has a logit that takes a part of the softmax."""
     local_rope: Rope | None = None
     """Rotary embedding of the layers with a window, if it differs from `rope`."""
+    indexers: tuple[bool, ...] = ()
+    """Whether each layer has an indexer. A layer without one uses the choice of the last layer that has one."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Additional parameters of a layer that is not plain."""
 
@@ -83,6 +85,10 @@ class Architecture:
     def window(self, layer: int) -> int | None:
         """Return the number of tokens that this layer (counted from 0) attends to, or None for all."""
         return self.windows[layer] if self.windows else None
+
+    def selecting_layer(self, layer: int) -> int | None:
+        """Return the number (from 1) of the layer whose indexer chooses the keys of this one, or None if none does."""
+        return next((i + 1 for i in range(layer, -1, -1) if self.indexers[i]), None) if self.indexers else None
 
     def linear_attention(self, layer: int) -> bool:
         """Return whether this layer (counted from 0) has linear attention."""

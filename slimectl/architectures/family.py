@@ -358,6 +358,7 @@ class Family:
             embedding_scale=config["hidden_size"] ** 0.5 if self.scales_embedding else 1.0,
             windows=tuple(self.windows(config)) if self.windows else (),
             sinks=self.sinks,
+            indexers=tuple(kind == "full" for kind in config.get("indexer_types") or ()),
             local_rope=None if self.local_rope is None else self.local_rope(config),
             extra={} if self.attention is None else dict(self.attention.extra),
         )

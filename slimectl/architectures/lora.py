@@ -60,9 +60,10 @@ def chosen(layers: Iterable[str], targets: Sequence[str]) -> list[str]:
 def linear_layers(links: Sequence[ParamMapping]) -> list[str]:
     """List the Hugging Face layers that are matrices of a Megatron model's decoder, except routers.
 
-    Experts in one tensor are not layers.
+    Experts in one tensor are not layers, and matrices without gradient are left out.
     """
-    names = [name for link in links if _LINEAR.fullmatch(link.megatron) for name in link.hf]
+    matrices = [link for link in links if _LINEAR.fullmatch(link.megatron) and not link.frozen]
+    names = [name for link in matrices for name in link.hf]
     return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
 
 

@@ -238,6 +238,11 @@ class ParamMapping:
         """Return whether it is state without gradients, such as the expert bias of a router."""
         return self.megatron.endswith(".router.expert_bias")
 
+    @property
+    def frozen(self) -> bool:
+        """Return whether it gets no gradient in any model, such as the weights of an indexer."""
+        return ".indexer." in self.megatron
+
     def to_megatron(self, tensors: Sequence[Tensor], empty: Empty | None = None) -> Tensor:
         """Merge tensors to the Megatron parameter, in memory from `empty` if it is given.
 

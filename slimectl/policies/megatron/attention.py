@@ -25,7 +25,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from slimectl.policies.causal_attention import PLAIN, Scoring, causal_attention, gather_contexts
+from slimectl.policies.causal_attention import PLAIN, Scoring, causal_attention, gather_contexts, masked_attention
 from slimectl.policies.megatron.batch import PackedSequences
 from slimectl.policies.megatron.rotary import rotated
 
@@ -56,6 +56,8 @@ class PackedCoreAttention(nn.Module):
             self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
             self.scoring = replace(scoring, sinks_H=self.softmax_offset)
+        self.selecting_layer: int | None = None
+        """Number of the layer whose indexer chooses the keys (indexer.py)."""
 
     def forward(self, query_THD: Tensor, key_TKD: Tensor, value_TKV: Tensor, packed: PackedSequences) -> Tensor:
         """Return the attention output with heads side by side: [T, H·V]."""
@@ -65,13 +67,15 @@ class PackedCoreAttention(nn.Module):
                 gather_from_sequence_parallel_region(states.contiguous(), group=self.group)[packed.order_S]
                 for states in (key_TKD, value_TKV)
             )
-        if _supports_flash(query_THD) and self.scoring.cap is None and self.scoring.sinks_H is None:
+        masks = packed.selections.get(self.selecting_layer, [])
+        is_plain = self.scoring.cap is None and self.scoring.sinks_H is None and not any(m is not None for m in masks)
+        if is_plain and _supports_flash(query_THD):
             return _varlen(query_THD, key_TKD, value_TKV, packed, self.scale, self.scoring.window).flatten(1)
-        calls = list(_calls(packed))
+        calls = list(calls_of(packed))
         sizes = [call.queries.stop - call.queries.start for call in calls]
         return torch.cat([
-            _attend(query, call, key_TKD, value_TKV, self.scale, self.scoring)
-            for query, call in zip(query_THD.split(sizes), calls, strict=True)
+            _attend(query, call, key_TKD, value_TKV, self.scale, self.scoring, mask)
+            for query, call, mask in zip(query_THD.split(sizes), calls, masks or [None] * len(calls), strict=True)
         ])  # fmt: skip
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
@@ -129,7 +133,7 @@ def recomputable(layer: Any, query: Tensor, key: Tensor, value: Tensor, packed: 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Call:
+class AttentionCall:
     """Sequences of one length: rows of their queries, rows of their keys, and the positions of their contexts."""
 
     queries: slice
@@ -138,7 +142,7 @@ class _Call:
     context_BP: Tensor | None = None
 
 
-def _calls(packed: PackedSequences) -> Iterator[_Call]:
+def calls_of(packed: PackedSequences) -> Iterator[AttentionCall]:
     """Yield the calls in query order. Neighbors of equal length and equal context length share one call.
 
     Under context parallelism a call is one chunk of a sequence. Its keys are the context and all tokens up to the
@@ -150,38 +154,51 @@ def _calls(packed: PackedSequences) -> Iterator[_Call]:
     yield from packed.cache["calls"]
 
 
-def _calls_of_chunks(packed: PackedSequences) -> Iterator[_Call]:
+def _calls_of_chunks(packed: PackedSequences) -> Iterator[AttentionCall]:
     offset = 0
     for length, start, context in zip(packed.lengths, packed.starts, packed.contexts, strict=True):
         chunk = length // (2 * packed.context)
         context_BP = torch.from_numpy(context[None]).to(packed.index_T.device) if len(context) else None
         for part in (packed.rank, 2 * packed.context - 1 - packed.rank):
-            yield _Call(slice(offset, offset + chunk), slice(start, start + (part + 1) * chunk), 1, context_BP)
+            yield AttentionCall(slice(offset, offset + chunk), slice(start, start + (part + 1) * chunk), 1, context_BP)
             offset += chunk
 
 
-def _calls_of_whole_sequences(packed: PackedSequences) -> Iterator[_Call]:
+def _calls_of_whole_sequences(packed: PackedSequences) -> Iterator[AttentionCall]:
     start = 0
     sequences = zip(packed.lengths, packed.contexts, strict=True)
     for (length, depth), run in itertools.groupby(sequences, lambda sequence: (sequence[0], len(sequence[1]))):
         contexts = [context for _, context in run]
         rows = slice(start, start + len(contexts) * length)
         context_BP = torch.from_numpy(np.stack(contexts)).to(packed.index_T.device) if depth else None
-        yield _Call(rows, rows, len(contexts), context_BP)
+        yield AttentionCall(rows, rows, len(contexts), context_BP)
         start = rows.stop
 
 
 def _attend(
-    query: Tensor, call: _Call, key_TKD: Tensor, value_TKV: Tensor, scale: float | None, scoring: Scoring
+    query: Tensor,
+    call: AttentionCall,
+    key_TKD: Tensor,
+    value_TKV: Tensor,
+    scale: float | None,
+    scoring: Scoring,
+    mask: Tensor | None,
 ) -> Tensor:
-    """Attend from queries [B·L, H, D] of a call, which are at the last key positions. Returns [B·L, H·V]."""
+    """Attend from queries [B·L, H, D] of a call, which are at the last key positions. Returns [B·L, H·V].
+
+    `mask` [B, 1, L, S] is additive, and None for a causal mask.
+    """
     q = query.unflatten(0, (call.count, -1)).transpose(1, 2)
-    k, v = (_keys(states, call).transpose(1, 2) for states in (key_TKD, value_TKV))
+    k, v = (keys_of(states, call).transpose(1, 2) for states in (key_TKD, value_TKV))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return causal_attention(q, k, v, scale, scoring).transpose(1, 2).flatten(2).flatten(0, 1)
+    if mask is None:
+        output_BHLV = causal_attention(q, k, v, scale, scoring)
+    else:
+        output_BHLV = masked_attention(q, k, v, mask, scale, scoring)
+    return output_BHLV.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def _keys(states_TKD: Tensor, call: _Call) -> Tensor:
+def keys_of(states_TKD: Tensor, call: AttentionCall) -> Tensor:
     """Return keys or values of a call's sequences, contexts first: [B, S, K, D]."""
     states_BSKD = states_TKD[call.keys].unflatten(0, (call.count, -1))
     if call.context_BP is None:
@@ -237,7 +254,7 @@ def _ragged_bounds(packed: PackedSequences, device: torch.device) -> tuple[Tenso
 def _ragged_rows(packed: PackedSequences) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the number of queries and the key rows of every sequence, or of every chunk of one."""
     if packed.context > 1:
-        for call in _calls(packed):
+        for call in calls_of(packed):
             keys = np.arange(call.keys.start, call.keys.stop)
             if call.context_BP is not None:
                 keys = np.concatenate([call.context_BP[0].cpu().numpy(), keys])

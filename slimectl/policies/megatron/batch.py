@@ -50,6 +50,8 @@ class PackedSequences(PackedSeqParams):
     """Rotary angles of the tokens, set by the model."""
     local_angles: Angles | None = None
     """Rotary angles of the tokens in layers with a window, set by the model."""
+    selections: dict[int | None, list[Any]] = field(default_factory=dict)
+    """Masks of the keys that the indexer of a layer chose, by layer number, for every attention call."""
     cache: dict[str, Any] = field(default_factory=dict)
     """Values that attention derives from the lengths once per batch."""
 

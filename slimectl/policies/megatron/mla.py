@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from slimectl.policies.megatron.attention import PackedCoreAttention, recomputable
 from slimectl.policies.megatron.batch import PackedSequences
+from slimectl.policies.megatron.indexer import Indexer
 from slimectl.policies.megatron.norms import RMSNorm
 from slimectl.policies.megatron.rotary import rotated
 
@@ -47,8 +48,10 @@ class LatentAttention(MegatronModule):
         layer_number: int,
         pg_collection: ProcessGroupCollection,
         norm_epsilon: float | None = None,
+        selecting_layer: int | None = None,
         **_: Any,
     ) -> None:
+        """`selecting_layer` is the number of the layer whose indexer chooses the keys of this one."""
         super().__init__(config=config)
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
@@ -71,6 +74,9 @@ class LatentAttention(MegatronModule):
         self.core_attention = PackedCoreAttention(
             config, softmax_scale=config.softmax_scale, pg_collection=pg_collection
         )
+        self.core_attention.selecting_layer = selecting_layer
+        if selecting_layer == layer_number:
+            self.core_attention.indexer = Indexer(config, pg_collection)
         self.linear_proj = RowParallelLinear(
             H * config.v_head_dim, hidden, config=config, init_method=config.output_layer_init_method, bias=False,
             input_is_parallel=True, skip_bias_add=True, tp_group=self.tp_group,
@@ -88,7 +94,7 @@ class LatentAttention(MegatronModule):
         """Map [N, 1, hidden] to the same shape. Also returns None for the bias that mcore expects."""
         config, angles = self.config, packed_seq_params.angles
         assert angles is not None
-        query_THD = self._query(hidden_states).squeeze(1).unflatten(-1, (self.heads, -1))
+        query_THD = self._query(hidden_states, packed_seq_params).squeeze(1).unflatten(-1, (self.heads, -1))
         latent, rotary_key = self.linear_kv_down_proj(hidden_states).split(
             [config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1
         )
@@ -106,9 +112,13 @@ class LatentAttention(MegatronModule):
         output, _ = self.linear_proj(output_TW[:, None])
         return output, None
 
-    def _query(self, hidden_states: Tensor) -> Tensor:
+    def _query(self, hidden_states: Tensor, packed: PackedSequences) -> Tensor:
         if self.config.q_lora_rank:
-            query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))
+            latent = self.q_layernorm(self.linear_q_down_proj(hidden_states))
+            if hasattr(self.core_attention, "indexer"):
+                indexer: Any = self.core_attention.indexer
+                packed.selections[self.layer_number] = indexer(hidden_states, latent, packed)
+            query, _ = self.linear_q_up_proj(latent)
         else:
             query, _ = self.linear_q_proj(hidden_states)
         return query

@@ -119,7 +119,10 @@ def _attention_of(architecture: Architecture, config: Any, index: int) -> Module
         )
     if architecture.mla:
         epsilon = architecture.extra.get("latent_norm_epsilon")
-        return ModuleSpec(module=LatentAttention, params={"norm_epsilon": epsilon})
+        return ModuleSpec(
+            module=LatentAttention,
+            params={"norm_epsilon": epsilon, "selecting_layer": architecture.selecting_layer(index)},
+        )
     return _grouped_query_attention(architecture, config, architecture.window(index))
 
 

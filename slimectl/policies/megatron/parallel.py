@@ -13,8 +13,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from slimectl.architectures.config import Architecture
-from slimectl.architectures.parallel import ParallelLayout, problems
-from slimectl.errors import BackendError, CheckpointError, SettingsError
+from slimectl.architectures.parallel import SETTINGS, ParallelLayout, problems
+from slimectl.errors import BackendError, SettingsError
 from slimectl.policies.megatron.batch import MicroBatch
 from slimectl.policies.metrics import merge_metrics, read_metrics
 from slimectl.types import Metrics
@@ -26,15 +26,17 @@ _created_world = False
 def check(layout: ParallelLayout, architecture: Architecture, world: int) -> None:
     """Check that the model supports the layout.
 
-    Raises SettingsError, in one line with the setting to change, if it does not, and CheckpointError if the model
-    cannot be trained at all.
+    Raises SettingsError, in one line with the setting to change, if it does not.
     """
     for problem in problems(layout, architecture.transformer, world):
         raise SettingsError(problem)
-    if architecture.layer == "sparse_latent":
-        raise CheckpointError(
-            "config.json: attention to the tokens that an indexer picks (glm_moe_dsa) is converted but not trained."
-            " Use a model with another attention."
+    stages = layout.pipeline * (layout.virtual_pipeline or 1)
+    starts = range(0, architecture.layers, architecture.layers // stages) if architecture.indexers else ()
+    if shared := [start for start in starts if not architecture.indexers[start]]:
+        raise SettingsError(
+            f"{SETTINGS['pipeline']}: {layout.pipeline} makes layer {shared[0]} the first of a stage, but it attends to"
+            " the tokens that the indexer of an earlier layer picks. Choose a size whose stages begin with an indexer"
+            " (indexer_types in config.json)."
         )
 
 

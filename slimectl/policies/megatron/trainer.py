@@ -140,7 +140,8 @@ class MegatronTrainer:
             return {link.megatron for link in [*self.adapters.links, *self._extra_links()]}
         names = (name for link in self.links for name in link.hf)
         chosen = trainable_names(names, freeze=self.options.freeze, train_only=self.options.train_only)
-        return trained_links(self.links, chosen) - self._unused_names()
+        frozen = {link.megatron for link in self.links if link.frozen}
+        return trained_links(self.links, chosen) - self._unused_names() - frozen
 
     def _build(self) -> None:
         provide = None if self.user_functions is None else self.user_functions.provide

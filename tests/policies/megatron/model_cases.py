@@ -86,6 +86,10 @@ CASES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", **LATENT},
+    "glm_moe_dsa": {
+        "model_type": "glm_moe_dsa", **LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 5,
+        "indexer_types": ["full", "shared", "full", "shared"],
+    },
     "gemma3": {"model_type": "gemma3_text", **GEMMA3},
     "gpt_oss": {
         "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4,

@@ -14,7 +14,7 @@ from rank_cases import Ranks
 from slimectl.architectures.config import with_defaults
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.architectures.registry import family_of
-from slimectl.errors import CheckpointError, SettingsError
+from slimectl.errors import SettingsError
 from slimectl.policies.megatron import parallel
 from slimectl.policies.recompute import Recompute
 
@@ -44,6 +44,9 @@ def test_two_ranks_equal_one(two: Ranks, tmp_path: Path):
         "deepseek_v3": [ParallelLayout(tensor=2), ParallelLayout(context=2), ParallelLayout(pipeline=2)],
         "deepseek_v3_yarn": [ParallelLayout(tensor=2, expert=2)],
         "gemma3": [ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(context=2)],
+        "glm_moe_dsa": [
+            ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(expert=2),
+        ],
         "gpt_oss": [ParallelLayout(tensor=2), ParallelLayout(tensor=2, expert=2), ParallelLayout(context=2, expert=2)],
         "glm4": [ParallelLayout(tensor=2)],
         "glm4_moe": [ParallelLayout(tensor=2)],
@@ -80,15 +83,10 @@ def test_four_ranks_equal_one(four: Ranks, tmp_path: Path):
         ("llama", ParallelLayout(pipeline=3), r"megatron\.pipeline_model_parallel_size: 3 does not divide 4 layers"),
         ("qwen3_moe", ParallelLayout(expert=16), r"megatron\.expert_model_parallel_size: 16 does not divide 8 experts"),
         ("qwen3_5", ParallelLayout(context=4), r"context_parallel_size: 4 does not divide 2 key heads of linear att"),
+        ("glm_moe_dsa", ParallelLayout(pipeline=4), r"pipeline_model_parallel_size: 4 makes layer 1 the first of a st"),
     ],
 )
 def test_a_layout_that_the_model_does_not_allow_is_refused(name, layout, message):
     config = with_defaults({**SHAPE, **CASES[name]})
     with pytest.raises(SettingsError, match=message):
         parallel.check(layout, family_of(config).architecture(config), 16)
-
-
-def test_attention_through_an_indexer_is_refused():
-    config = with_defaults({"model_type": "glm_moe_dsa", "num_hidden_layers": 2})
-    with pytest.raises(CheckpointError, match="converted but not trained"):
-        parallel.check(ParallelLayout(), family_of(config).architecture(config), 1)
