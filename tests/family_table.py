@@ -128,11 +128,15 @@ def attempt(check: Any, *arguments: Any) -> Any:
         return f"{type(error).__name__}: {first_line(error, 160)}"
 
 
-def compare(model_type: str, folder: Path) -> Result:
-    """Compare trainer and engine with transformers for a small random model of a type, written to `folder`."""
-    write_model(model_type, folder)
-    byte_tokenizer().save_pretrained(folder)
-    reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def compare(model_type: str, folder: Path, *, reference_folder: Path | None = None) -> Result:
+    """Compare trainer and engine with transformers for a small random model of a type.
+
+    It is written to `folder`, unless there is one with the weights of `reference_folder`.
+    """
+    if reference_folder is None:
+        write_model(model_type, folder)
+        byte_tokenizer().save_pretrained(folder)
+    reference: Any = AutoModelForCausalLM.from_pretrained(reference_folder or folder, dtype=torch.float32).eval()
     draw = random.Random(0)
     prompts = [[draw.randrange(3, VOCABULARY) for _ in range(length)] for length in (5, 12, 20)]
     pairs = [(prompt, [draw.randrange(3, VOCABULARY) for _ in range(6 + i)]) for prompt in prompts for i in range(2)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
-from causal_models import model_types
-from family_table import compare, table_types
+from causal_models import model_types, write_model
+from family_table import TOLERANCE, compare, table_types
+
+from slimectl.checkpoints.create import byte_tokenizer
 
 SAMPLE = [
     "bloom", "cohere2", "deepseek_v3", "doge", "ernie4_5_moe", "falcon_h1", "gemma2", "gemma3_text", "gemma3n_text",
@@ -21,6 +25,20 @@ SAMPLE = [
 def test_trainer_and_engine_equal_transformers(model_type: str, tmp_path: Path):
     result = compare(model_type, tmp_path)
     assert result.passes, result
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "zamba2"])
+def test_state_space_models_do_not_read_later_chunks(model_type: str, tmp_path: Path):
+    """transformers' torch code does, so the reference computes rows as one chunk."""
+    whole, chunked = tmp_path / "whole", tmp_path / "chunked"
+    write_model(model_type, whole)
+    byte_tokenizer().save_pretrained(whole)
+    config = json.loads((whole / "config.json").read_text())
+    assert config["chunk_size"] == 64
+    shutil.copytree(whole, chunked)
+    (chunked / "config.json").write_text(json.dumps(config | {"chunk_size": 8}))
+    result = compare(model_type, chunked, reference_folder=whole)
+    assert [result.log_probs, result.sampled, result.step] == pytest.approx([0, 0, 0], abs=TOLERANCE)
 
 
 def test_the_table_has_every_architecture_of_transformers():

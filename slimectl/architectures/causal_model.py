@@ -5,7 +5,9 @@ C states of a chunk · H hidden width · B rows · L tokens · V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +37,30 @@ def check_causal(hf: nn.Module, location: str) -> None:
             f"{location}: this model is an encoder (is_decoder is false), so it cannot generate text. Give a model that"
             " continues text."
         )
+
+
+READ_LATER_TOKENS = ("NemotronHMamba2Mixer", "Zamba2MambaMixer")
+"""State-space mixers whose torch code in transformers (5.12.1) adds the states of later chunks."""
+
+
+def compute_rows_as_one_chunk(hf: nn.Module) -> None:
+    """Make mixers of READ_LATER_TOKENS compute whole rows as one chunk, unless they use the kernels of mamba-ssm."""
+    for module in hf.modules():
+        if type(module).__name__ in READ_LATER_TOKENS:
+            module.forward = _in_one_chunk(module, module.forward)
+
+
+def _in_one_chunk(mixer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    size = mixer.chunk_size
+    has_kernels = getattr(sys.modules[type(mixer).__module__], "is_fast_path_available", False)
+
+    @functools.wraps(forward)
+    def call(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if hidden_states.device.type == "cpu" or not has_kernels:
+            mixer.chunk_size = max(size, hidden_states.shape[1])
+        return forward(hidden_states, *args, **kwargs)
+
+    return call
 
 
 class CausalModel:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from slimectl.architectures.causal_model import OWN_MASKS, CausalModel, check_causal
+from slimectl.architectures.causal_model import OWN_MASKS, CausalModel, check_causal, compute_rows_as_one_chunk
 from slimectl.checkpoints.module_tensors import ModuleTensors
 from slimectl.engines.embedded.linear import Storage
 from slimectl.engines.embedded.model import Inputs, Prefix
@@ -191,6 +191,7 @@ def _empty_model(config: Any, *, dtype: torch.dtype, device: torch.device) -> An
             f"({first_line(error, 200)}). Upgrade transformers, or use another model."
         ) from error
     check_causal(hf, "config.json")
+    compute_rows_as_one_chunk(hf)
     return hf.eval()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slimectl.algorithms.packing import PrefixTrie
-from slimectl.architectures.causal_model import OWN_MASKS, check_causal
+from slimectl.architectures.causal_model import OWN_MASKS, check_causal, compute_rows_as_one_chunk
 from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.checkpoints.causal_config import cannot_build, causal_config
 from slimectl.errors import CheckpointError, SettingsError, first_line
@@ -108,7 +108,9 @@ def _on_meta(config: Any, attention_function: str | None) -> Any:
     if config.model_type in MODEL_TYPES:
         auto, config.vision_config._attn_implementation = AutoModelForImageTextToText, "sdpa"
     with _parameters_on_meta():
-        return auto.from_config(config, dtype=torch.float32)
+        hf = auto.from_config(config, dtype=torch.float32)
+    compute_rows_as_one_chunk(hf)
+    return hf
 
 
 def _set_recompute(hf: Any, recompute: Recompute) -> None:

@@ -10,7 +10,6 @@ T input tokens · N tokens of the rows one after the other · H hidden width, or
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,9 +21,6 @@ from torch import Tensor, nn
 from slimectl.algorithms.gated_delta import causal_convolution, gated_delta_rule, l2_normalize
 from slimectl.policies.fsdp.packed_batch import PackedBatch
 from slimectl.policies.recompute import recomputed
-
-READ_LATER_TOKENS = ("NemotronHMamba2Mixer", "Zamba2MambaMixer")
-"""Mixers whose torch code in transformers (5.12.1) adds the states of later chunks. A row of one chunk has none."""
 
 
 def mixers_of(layer: nn.Module) -> list[nn.Module]:
@@ -81,8 +77,6 @@ class PackedMixers:
 
         def of_rows(states_TH: Tensor) -> Any:
             rows = self._current().padded_rows
-            if type(mixer).__name__ in READ_LATER_TOKENS and not _has_kernels(mixer, states_TH):
-                mixer.chunk_size = max(mixer.config.chunk_size, *(length for _, length in rows.shapes))
             with _buffers_as(states_TH.dtype, mixer):
                 results = [forward(block_BLH, **required) for block_BLH in rows.gather(states_TH)]
             if isinstance(results[0], tuple):
@@ -128,12 +122,6 @@ class PackedMixers:
             self._current().joined_rows.chunks,
         )  # fmt: skip
         return output_NHD.to(query.dtype)[None], None
-
-
-def _has_kernels(mixer: nn.Module, states: Tensor) -> bool:
-    """Return whether a state-space mixer uses the kernels of mamba-ssm."""
-    is_installed = getattr(sys.modules[type(mixer).__module__], "is_fast_path_available", False)
-    return states.device.type != "cpu" and bool(is_installed)
 
 
 @contextmanager
