@@ -63,7 +63,8 @@ def gated_delta_rule(
     """Gated delta rule: S_t = e^g S_(t-1) + k_t β_t (v_t - k_t' e^g S_(t-1)), o_t = q_t' S_t.
 
     `query` and `key` are [T, H, K], `value` [T, H, V], `decay_TH` the g ≤ 0, all float32. `state_BHKV` has the states
-    before the sequences, 0 by default. Returns [T, H, V] and the states after the sequences.
+    before the sequences, 0 by default. Returns [T, H, V] and the states after the sequences. Yang et al. 2024,
+    arXiv:2412.06464, eq. 10.
     """
     q, k, v = (chunks.gather(part) for part in (query, key, value))
     g, beta = (chunks.gather(part[..., None])[..., 0] for part in (decay_TH, beta_TH))

@@ -78,8 +78,8 @@ def turn_ends(tokenizer: Any, reader: Any) -> list[int]:
     fields = [reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
     named = [int(field.contents()) for field in fields if field is not None]
     known = tokenizer.get_added_vocab()
-    found = [*named, *(known[token] for token in TURN_ENDS if token in known)]
-    return [token for token in dict.fromkeys(found) if token != tokenizer.eos_token_id]
+    matches = [*named, *(known[token] for token in TURN_ENDS if token in known)]
+    return [token for token in dict.fromkeys(matches) if token != tokenizer.eos_token_id]
 
 
 def _byte_level_bpe(vocabulary: Vocabulary) -> Any:

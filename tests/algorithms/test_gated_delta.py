@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slimectl.algorithms.gated_delta import Chunks, causal_convolution, gated_delta_rule
+from slimectl.algorithms.gated_delta import Chunks, causal_convolution, gated_delta_rule, l2_normalize
 
 LENGTHS = (3, 150, 64, 65, 1)
 
@@ -72,3 +72,8 @@ def test_the_convolution_sees_no_other_sequence():
     positions = torch.tensor([0, 1, 2, 0, 1, 2])
     output = causal_convolution(states, kernel, positions)
     assert output[:, 0].tolist() == [1, 12, 123, 4, 45, 456]
+
+
+def test_l2_normalize_divides_by_the_norm_of_each_row():
+    states = l2_normalize(torch.tensor([[3.0, 4.0], [0.0, -2.0], [0.0, 0.0]]))
+    torch.testing.assert_close(states, torch.tensor([[0.6, 0.8], [0.0, -1.0], [0.0, 0.0]]), atol=1e-6, rtol=0)

@@ -52,7 +52,7 @@ def test_a_cluster_run_is_tried_here_with_its_own_reward_and_data(workshop: Work
     assert "smoke run with a random qwen3 of 2 layers with one token per byte" in workshop.stderr
     for line in (
         "run.num_rollout = 2 (was 3000)",
-        'engine.backend = "embedded" (was "sglang")',
+        'engine.backend = "auto" (was "sglang")',
         "megatron.tensor_model_parallel_size = 1 (was 2)",
         'cluster.executor = "local" (was "ray")',
     ):

@@ -104,15 +104,15 @@ def _selected(layer: Any, rows: Tensor, width: int) -> Any:
 
 def _joined(parts: Sequence[Any], width: int) -> Any:
     """Return a layer with the rows of all `parts`, with `width` tokens."""
-    whole = copy.copy(parts[0])
+    result = copy.copy(parts[0])
     for name, tensor in _tensors(parts[0]):
         tensors = [getattr(part, name) for part in parts]
         if name in SEQUENCES:
-            kept = _kept(parts[0], width)
-            tensors = [F.pad(tensor, (0, 0, kept - tensor.shape[-2], 0)) for tensor in tensors]
-        setattr(whole, name, torch.cat(tensors))
+            length = _kept(parts[0], width)
+            tensors = [F.pad(tensor, (0, 0, length - tensor.shape[-2], 0)) for tensor in tensors]
+        setattr(result, name, torch.cat(tensors))
     _set_length(whole, width)
-    return whole
+    return result
 
 
 def _grows(cache: Any) -> bool:
@@ -164,8 +164,8 @@ class CohortCache:
             rows.setdefault(cohort, []).append(row)
             slots_of.setdefault(cohort, []).append(slot)
         parts = []
-        for cohort, kept in rows.items():
-            part = cohort if kept == list(range(len(cohort.padding))) else cohort.select(kept)
+        for cohort, indices in rows.items():
+            part = cohort if indices == list(range(len(cohort.padding))) else cohort.select(indices)
             part.slots = slots_of[cohort]
             parts.append(part)
         growing = [part for part in parts if has_known_layers(part.cache) and _grows(part.cache)]

@@ -72,11 +72,11 @@ class TransformersModel:
         """
         texts = [tuple(i % self.vocabulary for i in range(1, length)) for length in (18, 8)]
         long, short = (self.prefill([text], [None])[0].keys_values for text in texts)
-        both = joined([long.select([0]), short.select([0])])
+        pair = joined([long.select([0]), short.select([0])])
         positions_B1 = torch.tensor([[len(text)] for text in texts], device=self._device)
         tokens_B1 = torch.ones_like(positions_B1)
         alone_1V = self._forward(tokens_B1[1:], short.cache, positions_B1[1:])[0][:, -1]
-        padded_1V = self._forward(tokens_B1, both.cache, positions_B1, both.mask(self._device))[0][1:, -1]
+        padded_1V = self._forward(tokens_B1, pair.cache, positions_B1, pair.mask(self._device))[0][1:, -1]
         tolerance = PADDING_TOLERANCE if alone_1V.dtype == torch.float32 else ROUNDED_PADDING_TOLERANCE
         return bool((padded_1V - alone_1V).float().abs().mean() <= tolerance * alone_1V.float().std())
 
@@ -92,14 +92,14 @@ class TransformersModel:
         computed: dict[int, Prefix] = {}
         while waiting := [i for i in range(len(prompts)) if i not in computed]:
             length = len(prompts[waiting[0]])
-            chosen = [i for i in waiting if len(prompts[i]) == length] if self._batches_prompts else waiting[:1]
-            tokens_BT = torch.tensor([prompts[i] for i in chosen], device=self._device)
+            members = [i for i in waiting if len(prompts[i]) == length] if self._batches_prompts else waiting[:1]
+            tokens_BT = torch.tensor([prompts[i] for i in members], device=self._device)
             logits_B1V, cache = self._forward(tokens_BT, self._empty_cache())
             self._batches_prompts = has_known_layers(cache)
-            tokens = list(prompts[chosen[0]]) if cache is None else []
-            whole = Cohort(cache, length, [0] * len(chosen), tokens=tokens)
-            for row, i in enumerate(chosen):
-                computed[i] = Prefix(None, whole if len(chosen) == 1 else whole.select([row]), logits_B1V[row, -1], 0)
+            tokens = list(prompts[members[0]]) if cache is None else []
+            cohort = Cohort(cache, length, [0] * len(members), tokens=tokens)
+            for row, i in enumerate(members):
+                computed[i] = Prefix(None, cohort if len(members) == 1 else cohort.select([row]), logits_B1V[row, -1], 0)
         return [computed[i] for i in range(len(prompts))]
 
     def decode(self, inputs: Inputs, cache: CohortCache, *, rows: int) -> tuple[Tensor, None]:
@@ -117,13 +117,13 @@ class TransformersModel:
     def sequence_scores(self, sequences: list[tuple[int, ...]], starts: list[int], *, top: int) -> list[TokenScores]:
         """Score the tokens after position `start` of each sequence, with the `top` likeliest at each."""
         scores: dict[int, TokenScores] = {}
-        for chosen in self._batches(list(map(len, sequences))):
-            longest = max(len(sequences[i]) for i in chosen)
+        for members in self._batches(list(map(len, sequences))):
+            longest = max(len(sequences[i]) for i in members)
             # A causal model computes nothing from the tokens after a position, so the padding needs no mask.
-            rows = [[*sequences[i], *[0] * (longest - len(sequences[i]))] for i in chosen]
+            rows = [[*sequences[i], *[0] * (longest - len(sequences[i]))] for i in members]
             tokens_BT = torch.tensor(rows, device=self._device)
             states_BTH = self._causal.states(input_ids=tokens_BT)
-            for row, i in enumerate(chosen):
+            for row, i in enumerate(members):
                 tokens_T = tokens_BT[row, : len(sequences[i])]
                 scores[i] = token_scores(
                     tokens_T, states_BTH[row], self._causal.logits, start=starts[i], top=top, vocabulary=self.vocabulary

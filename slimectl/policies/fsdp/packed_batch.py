@@ -168,16 +168,16 @@ def _branches(
     window: int | None = None,
 ) -> BranchBucket:
     """Build a bucket of branches. A padded row sees its context or itself: a softmax over nothing would be NaN."""
-    kept = [len(span.context) if window is None else min(len(span.context), window - 1) for span in bucket]
-    widest = max(kept)
+    lengths = [len(span.context) if window is None else min(len(span.context), window - 1) for span in bucket]
+    widest = max(lengths)
     context_BP = np.empty((len(bucket), widest), dtype=np.int64)
-    for context_P, span, count in zip(context_BP, bucket, kept, strict=True):
+    for context_P, span, count in zip(context_BP, bucket, lengths, strict=True):
         context_P[:] = span.context[0]
         context_P[:count] = span.context[len(span.context) - count :]
     mask_BLK = None
-    if min(kept) < widest:
+    if min(lengths) < widest:
         visible_BLK = np.zeros((len(bucket), length, widest + length), dtype=bool)
-        for visible_LK, count in zip(visible_BLK, kept, strict=True):
+        for visible_LK, count in zip(visible_BLK, lengths, strict=True):
             own_LK = _causal(length, count, window)
             visible_LK[:, :count], visible_LK[:, widest:] = own_LK[:, :count], own_LK[:, count:]
         hidden_BLK = torch.from_numpy(~visible_BLK).to(device)

@@ -59,7 +59,9 @@ class Experts(SequentialMLP):
         gate_NF, up_NF = _grouped_linear(rows_NI, ends_E, up).chunk(2, dim=-1)
         if (limit := self.config.activation_func_clamp_value) is not None:
             gate_NF, up_NF = gate_NF.clamp(max=limit), up_NF.clamp(-limit, limit)
-        activated_NF = self.config.activation_func(gate_NF) * (up_NF + self.config.glu_linear_offset)
+        if self.config.glu_linear_offset:
+            up_NF = up_NF + self.config.glu_linear_offset
+        activated_NF = self.config.activation_func(gate_NF) * up_NF
         inner_NF = (activated_NF * weights_N[:, None]).to(rows_NI.dtype)
         return _grouped_linear(inner_NF, ends_E, down, weights_N), None
 

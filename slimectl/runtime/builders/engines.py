@@ -239,8 +239,8 @@ def _transformers_model(folder: Path) -> Callable[[Any, EngineOptions], Sequence
 
 def engine_path(settings: Settings, config: Mapping[str, Any]) -> str:
     """Return what generates text with the model of a config.json: engine.backend, with "auto" resolved."""
-    chosen = engine_backend(settings)
-    return chosen.model_of(config) if isinstance(chosen, InProcessBackend) else settings.engine.backend
+    selected = engine_backend(settings)
+    return selected.model_of(config) if isinstance(selected, InProcessBackend) else settings.engine.backend
 
 
 def engine_backend(settings: Settings) -> EngineBackend:
