@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "versions.json"
 PAGE = ROOT / "docs" / "versions.md"
-TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil")
+TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "jsonschema")
 MODELS = (
     "tests/policies/test_fsdp.py tests/policies/test_fsdp_architectures.py tests/policies/test_fsdp_routing_replay.py"
     " tests/engines/test_embedded.py tests/chats/test_template_families.py tests/chats/test_odd_tokenizers.py"
@@ -106,6 +106,7 @@ class InstallError(Exception):
 def attempt(trial: Trial) -> dict[str, Any]:
     """Make the environment, run the sample, and return the result."""
     folder = Path(tempfile.mkdtemp(prefix="slimectl-versions-"))
+    folder.chmod(0o755)  # programs in a sandbox run as another user
     try:
         python = make_environment(folder / "env", trial)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
