@@ -111,7 +111,7 @@ def _joined(parts: Sequence[Any], width: int) -> Any:
             length = _kept(parts[0], width)
             tensors = [F.pad(tensor, (0, 0, length - tensor.shape[-2], 0)) for tensor in tensors]
         setattr(result, name, torch.cat(tensors))
-    _set_length(whole, width)
+    _set_length(result, width)
     return result
 
 

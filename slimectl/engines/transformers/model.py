@@ -99,7 +99,8 @@ class TransformersModel:
             tokens = list(prompts[members[0]]) if cache is None else []
             cohort = Cohort(cache, length, [0] * len(members), tokens=tokens)
             for row, i in enumerate(members):
-                computed[i] = Prefix(None, cohort if len(members) == 1 else cohort.select([row]), logits_B1V[row, -1], 0)
+                alone = cohort if len(members) == 1 else cohort.select([row])
+                computed[i] = Prefix(None, alone, logits_B1V[row, -1], 0)
         return [computed[i] for i in range(len(prompts))]
 
     def decode(self, inputs: Inputs, cache: CohortCache, *, rows: int) -> tuple[Tensor, None]:

@@ -105,8 +105,8 @@ class Indexer(nn.Module):
             scores_BLS = torch.einsum("blhs,blh->bls", F.relu(scores), weights_BLH[:, chunk])
             places_L = torch.arange(keys - queries, keys, device=key_BSD.device)[chunk]
             future_LS = torch.arange(keys, device=key_BSD.device) > places_L[:, None]
-            chosen = scores_BLS.masked_fill(future_LS, -torch.inf).topk(self.config.dsa_indexer_topk, dim=-1).indices
-            mask_BLS = torch.full_like(scores_BLS, -torch.inf, dtype=dtype).scatter_(-1, chosen, 0.0)
+            best_BLK = scores_BLS.masked_fill(future_LS, -torch.inf).topk(self.config.dsa_indexer_topk, dim=-1).indices
+            mask_BLS = torch.full_like(scores_BLS, -torch.inf, dtype=dtype).scatter_(-1, best_BLK, 0.0)
             yield mask_BLS.masked_fill_(future_LS, -torch.inf)
 
 

@@ -35,9 +35,9 @@ def alone():
 
 @on_cpu
 def test_an_untested_version_is_refused_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(megatron_on_cpu, "version", lambda name: "0.19.2")
+    monkeypatch.setattr(megatron_on_cpu, "version", lambda name: "0.18.0")
     with pytest.raises(
-        BackendError, match=r"megatron-core 0\.19\.2 was not tested .*pip install 'megatron-core==0\.16\.1'"
+        BackendError, match=r"megatron-core 0\.18\.0 was not tested .*pip install 'megatron-core==0\.16\.1'"
     ):
         megatron_on_cpu.patch(param_and_grad_buffer)
 
