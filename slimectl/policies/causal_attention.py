@@ -130,8 +130,8 @@ def _chunked(query: Tensor, key: Tensor, value: Tensor, scale: float | None, sco
     outputs = []
     for i, part in enumerate(parts):
         first_seen = 0 if window is None else context + i * size + 1 - window
-        seen = [0, *(j for j in range(1, i + 4) if ends[j] > first_seen)]
-        k, v = (torch.cat([pieces[j] for j in seen], dim=2) for pieces in (key_pieces, value_pieces))
+        visible = [0, *(j for j in range(1, i + 4) if ends[j] > first_seen)]
+        k, v = (torch.cat([pieces[j] for j in visible], dim=2) for pieces in (key_pieces, value_pieces))
         mask_LS = _band(part.shape[2], k.shape[2] - sinks, scoring, query)
         outputs.append(_masked(part, k, v, mask_LS, scale, scoring))
     return torch.cat(outputs, dim=2)

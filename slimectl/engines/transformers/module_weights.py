@@ -94,9 +94,9 @@ class ModuleWeights:
 
 
 def _copied(tensor: Tensor | FileTensor) -> Tensor:
-    own = torch.empty(tensor.shape, dtype=tensor.dtype)
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype)
     if isinstance(tensor, FileTensor):
-        tensor.copy_to(own)
+        tensor.copy_to(memory)
     else:
-        own.copy_(tensor)
-    return own
+        memory.copy_(tensor)
+    return memory

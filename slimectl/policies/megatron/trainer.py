@@ -139,9 +139,9 @@ class MegatronTrainer:
         if self.adapters is not None:
             return {link.megatron for link in [*self.adapters.links, *self._extra_links()]}
         names = (name for link in self.links for name in link.hf)
-        chosen = trainable_names(names, freeze=self.options.freeze, train_only=self.options.train_only)
+        trained = trainable_names(names, freeze=self.options.freeze, train_only=self.options.train_only)
         frozen = {link.megatron for link in self.links if link.frozen}
-        return trained_links(self.links, chosen) - self._unused_names() - frozen
+        return trained_links(self.links, trained) - self._unused_names() - frozen
 
     def _build(self) -> None:
         provide = None if self.user_functions is None else self.user_functions.provide

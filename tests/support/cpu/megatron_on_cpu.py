@@ -36,7 +36,7 @@ def patch(module: ModuleType) -> None:
         return
     if (installed := version("megatron-core")) not in TESTED:
         raise BackendError(
-            f"megatron-core {installed} was not tested without a GPU. Run: pip install 'megatron-core=={TESTED[-1]}'"
+            f"megatron-core {installed} was not tested without a GPU. Run: pip install 'megatron-core=={TESTED[0]}'"
         )
     _redirect(module, _torch_on_cpu())
     if module.__name__ in _PATCHES:
