@@ -165,8 +165,11 @@ def without_weights(config: Config) -> Any:
     """Return transformers' causal model of a complete configuration, on the meta device. Raises CheckpointError."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    verbosity = logging.get_verbosity()
     try:
+        logging.set_verbosity_error()  # this module computes nothing, so a missing kernel does not matter
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     except Exception as error:
@@ -174,6 +177,8 @@ def without_weights(config: Config) -> Any:
             f"config.json: transformers cannot build a causal model of type {config.get('model_type')}"
             f" ({first_line(error):.200}). Give a model that continues text."
         ) from error
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def read_config(folder: Path) -> Config:

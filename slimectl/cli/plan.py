@@ -197,6 +197,7 @@ def _of_options(options: PlanOptions) -> PlannedRun:
     targets = (options.lora_target or _default_lora_targets()) if options.lora_rank else []
     shape = any_model_of(
         config,
+        fsdp=options.backend == "fsdp",
         lora_rank=options.lora_rank,
         lora_targets=targets,
         critic=options.critic,

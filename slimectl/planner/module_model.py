@@ -1,4 +1,4 @@
-"""Plans models of no known family: exact parameters from transformers' module, other figures as of a similar layer.
+"""Plans models without formulas: exact parameters from transformers' module, other figures as of a similar layer.
 
 The module is on the meta device, so that no weights are allocated.
 """

@@ -42,7 +42,7 @@ class PlannedModel:
     adapters: Sequence[ParameterPart] = ()
     other_models: Sequence[ResidentModel] = ()
     approximate: str = ""
-    """The model type of a model of no known family. Its parameters are exact, its activations are not."""
+    """The model type of a model without formulas. Its parameters are exact, its activations are not."""
 
     @property
     def tower(self) -> VisionTower | None:
@@ -114,13 +114,19 @@ def model_of(
 
 
 def any_model_of(
-    config: Config, *, lora_rank: int | None = None, lora_targets: Sequence[str] = (), **options: Any
+    config: Config,
+    *,
+    fsdp: bool = False,
+    lora_rank: int | None = None,
+    lora_targets: Sequence[str] = (),
+    **options: Any,
 ) -> PlannedModel:
     """Build the model as `model_of` does, also for a family that only transformers knows. `options` are model_of's.
 
+    With `fsdp`, layers of a known family that the formulas of this backend do not cover are also approximated.
     Raises CheckpointError, SettingsError.
     """
-    if known_family(language_model(config).get("model_type")) is not None:
+    if _has_formulas(language_model(config), fsdp=fsdp):
         return model_of(config, lora_rank=lora_rank, lora_targets=lora_targets, **options)
     module = ModuleModel(config)
     parts = module.parts()
@@ -133,6 +139,14 @@ def any_model_of(
         teacher = any_model_of(options["teacher"])
         other_models.append(ResidentModel("teacher", teacher.architecture, teacher.parts))
     return PlannedModel(architecture, parts, adapters, other_models, str(config.get("model_type")))
+
+
+def _has_formulas(config: Config, *, fsdp: bool) -> bool:
+    family = known_family(config.get("model_type"))
+    if family is None or not fsdp:
+        return family is not None
+    architecture = family.of(config).architecture(config)
+    return architecture.layer in ("plain", "sandwich") and not architecture.mla
 
 
 def suggested(card: dict[str, Any], gpus: int) -> Suggestion | None:
@@ -181,12 +195,6 @@ def _check(architecture: Architecture, run: Run) -> None:
     if run.policy == "megatron" and run.offload == "parameters":
         raise SettingsError("--offload parameters: Megatron-core keeps its weights on the GPU. Use optimizer.")
     if run.policy == "fsdp":
-        if architecture.layer not in ("plain", "sandwich") or architecture.mla:
-            raise SettingsError(
-                "--backend fsdp: its formulas only cover grouped-query attention, in dense layers and layers with "
-                "experts."
-                " Use --backend megatron."
-            )
         if run.layout != ParallelLayout():
             raise SettingsError(
                 "--backend fsdp: does not support parallel sizes. Drop them, or use --backend megatron."

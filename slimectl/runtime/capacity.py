@@ -196,6 +196,7 @@ def _planned_shape(settings: Settings, config: dict[str, Any]) -> PlannedModel:
     load = teacher.load if teacher is not None else None
     return any_model_of(
         config,
+        fsdp=train.backend == "fsdp",
         lora_rank=train.lora_rank,
         lora_targets=train.lora_targets,
         critic=critic is not None and not critic.shared,

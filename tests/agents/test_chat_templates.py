@@ -19,7 +19,7 @@ WORDS = ["the", "sum", "of", "numbers", "is", "seven", "result", "more", "日本
 CARDS = {
     "chatml": "tiny", "smollm2": "", "qwen2.5": "qwen2.5 mimo", "qwen3": "qwen3-", "qwen3.5": "qwen3.5",
     "glm4": "glm4-", "glm4.5": "glm4.5 glm4.7 glm5", "deepseek-v3.1": "deepseek-v3", "kimi-k2": "kimi-k2 moonlight",
-    "minimax-m2": "minimax-m2", "llama3.1": "llama3",
+    "minimax-m2": "minimax-m2", "llama3.1": "llama3", "gemma3": "gemma3",
 }  # fmt: skip
 """Families, and the beginnings of the names of their cards."""
 
@@ -141,4 +141,5 @@ def last_answer(messages: list[dict[str, Any]]) -> int:
 def test_every_card_has_a_format():
     cards = [path.stem for path in (Path(__file__).parents[2] / "models").glob("*.toml")]
     beginnings = tuple(beginning for names in CARDS.values() for beginning in names.split())
+    beginnings += ("gpt-oss",)  # in channels, which the policy of these tests does not write
     assert [card for card in cards if not card.startswith(beginnings)] == []

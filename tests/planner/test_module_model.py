@@ -72,7 +72,7 @@ def test_activations_are_named_approximate_and_megatron_is_refused():
 
 def test_known_families_are_planned_as_before():
     config = with_defaults({"model_type": "llama"} | SHAPE | {"intermediate_size": 48})
-    assert any_model_of(config) == model_of(config)
+    assert any_model_of(config) == any_model_of(config, fsdp=True) == model_of(config)
 
 
 def test_a_model_that_transformers_cannot_build_is_an_error():
@@ -80,3 +80,18 @@ def test_a_model_that_transformers_cannot_build_is_an_error():
         with_defaults({"model_type": "nova9"})
     with pytest.raises(CheckpointError, match=r"cannot build a causal model of type vit"):
         any_model_of({"model_type": "vit"})
+
+
+def test_fsdp_plans_layers_of_known_families_that_its_formulas_lack():
+    linear = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    more = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
+    config = with_defaults({"model_type": "qwen3_5_text"} | SHAPE | linear | more)
+    exact, approximate = any_model_of(config), any_model_of(config, fsdp=True)
+    assert (exact.approximate, approximate.approximate) == ("", "qwen3_5_text")
+    assert count(approximate.parts) == count(exact.parts)
+    planner.check(approximate, run())

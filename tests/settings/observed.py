@@ -166,7 +166,7 @@ def served(place: Workplace, settings: Settings) -> Lines:
 
     specs, policy = engine_backend(settings).specs(settings, place.model), servers._router_policy(settings)
     lines = [settings.engine.backend, f"router = {policy}", *(repr(spec) for spec in specs)]
-    if settings.engine.backend != "embedded" or policy is not None:
+    if settings.engine.backend not in ("auto", "embedded") or policy is not None:
         return lines  # their programs are installed in few places
     for spec in specs:
         process = servers._server(settings, spec, log=place.folder / "log", waiting=True)

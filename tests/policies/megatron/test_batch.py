@@ -8,7 +8,7 @@ from policies.policy_cases import random_rows
 
 from slimectl.algorithms.packing import plan_batches, tokens_of
 from slimectl.architectures.parallel import ParallelLayout
-from slimectl.policies.megatron.attention import _calls
+from slimectl.policies.megatron.attention import calls_of
 from slimectl.policies.megatron.batch import MicroBatch, laid_out, packed, shares
 from slimectl.policies.pack_plan import plan_pack
 from slimectl.types import TrainingSample
@@ -72,7 +72,7 @@ def test_attention_computes_branches_of_one_shape_in_one_call_whichever_prompt_t
     [[pack]] = plan_batches(rows, max_tokens=50)
     made = laid_out(plan_pack(rows, pack), ParallelLayout(), rank=0, device=torch.device("cpu"))
     # Each prompt with its first answer, seven tokens; then the other answers, three tokens behind four.
-    assert [call.count for call in _calls(made.sequences)] == [2, 4]
+    assert [call.count for call in calls_of(made.sequences)] == [2, 4]
     assert made.sequences.lengths == (7, 7, 3, 3, 3, 3)
 
 
