@@ -107,7 +107,7 @@ OTHERS: dict[str, str] = {
     ),
     **_others("only with images or sound", "emu3 git mllama moshi musicgen musicgen_melody phi4_multimodal"),
     **_others("draft models of another model", "gemma4_assistant gemma4_unified_assistant"),
-    "blt": "groups bytes by a second model, which cannot be built small",
+    "blt": "groups bytes by a second model. Not tried",
 }
 """Model types that transformers lists as causal language models, but that are not compared, with the reason."""
 

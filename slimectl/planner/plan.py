@@ -85,11 +85,11 @@ def model_of(
     lora_targets: Sequence[str] = (),
     critic: bool = False,
     reference: bool = False,
-    teacher: Config | None = None,
+    teacher: PlannedModel | None = None,
     adapts_experts: bool = True,
     freeze_vision_tower: bool = True,
 ) -> PlannedModel:
-    """Build the model from the complete configurations of the policy and of a teacher.
+    """Build the model from the complete configuration of the policy, and the model of a teacher.
 
     Adapters exclude experts unless `adapts_experts`, because the fsdp policy has them in fused parameters. A vision
     tower is part of the model if the family reads images.
@@ -104,13 +104,8 @@ def model_of(
         parts.append(tower_part(tower, frozen=freeze_vision_tower))
     adapted = [link for link in links if adapts_experts or link.expert is None]
     adapters = adapter_parts(adapted, lora_rank, lora_targets) if lora_rank else []
-    other_models = [critic_of(architecture, parts, adapters)] if critic else []
-    if reference:
-        other_models.append(ResidentModel("reference", architecture, parts))
-    if teacher is not None:
-        teacher_model = model_of(teacher)
-        other_models.append(ResidentModel("teacher", teacher_model.architecture, teacher_model.parts))
-    return PlannedModel(architecture, parts, adapters, other_models)
+    policy = PlannedModel(architecture, parts, adapters)
+    return _with_others(policy, critic=critic, reference=reference, teacher=teacher)
 
 
 def any_model_of(
@@ -119,26 +114,34 @@ def any_model_of(
     fsdp: bool = False,
     lora_rank: int | None = None,
     lora_targets: Sequence[str] = (),
+    teacher: Config | None = None,
     **options: Any,
 ) -> PlannedModel:
-    """Build the model as `model_of` does, also for a family that only transformers knows. `options` are model_of's.
+    """Build the model as `model_of` does, also for a family that only transformers knows.
 
     With `fsdp`, layers of a known family that the formulas of this backend do not cover are also approximated.
-    Raises CheckpointError, SettingsError.
+    `options` are model_of's. Raises CheckpointError, SettingsError.
     """
+    standing = None if teacher is None else any_model_of(teacher, fsdp=fsdp)
     if _has_formulas(language_model(config), fsdp=fsdp):
-        return model_of(config, lora_rank=lora_rank, lora_targets=lora_targets, **options)
+        return model_of(config, lora_rank=lora_rank, lora_targets=lora_targets, teacher=standing, **options)
     module = ModuleModel(config)
     parts = module.parts()
-    architecture = module.architecture(parts)
     adapters = module.adapters(lora_rank, lora_targets) if lora_rank else []
-    other_models = [critic_of(architecture, parts, adapters)] if options.get("critic") else []
-    if options.get("reference"):
-        other_models.append(ResidentModel("reference", architecture, parts))
-    if options.get("teacher") is not None:
-        teacher = any_model_of(options["teacher"])
-        other_models.append(ResidentModel("teacher", teacher.architecture, teacher.parts))
-    return PlannedModel(architecture, parts, adapters, other_models, str(config.get("model_type")))
+    policy = PlannedModel(module.architecture(parts), parts, adapters, approximate=str(config.get("model_type")))
+    critic, reference = options.get("critic", False), options.get("reference", False)
+    return _with_others(policy, critic=critic, reference=reference, teacher=standing)
+
+
+def _with_others(policy: PlannedModel, *, critic: bool, reference: bool, teacher: PlannedModel | None) -> PlannedModel:
+    """Add the other models of a run to a policy."""
+    architecture, parts = policy.architecture, policy.parts
+    others = [critic_of(architecture, parts, policy.adapters)] if critic else []
+    if reference:
+        others.append(ResidentModel("reference", architecture, parts))
+    if teacher is not None:
+        others.append(ResidentModel("teacher", teacher.architecture, teacher.parts))
+    return replace(policy, other_models=others)
 
 
 def _has_formulas(config: Config, *, fsdp: bool) -> bool:

@@ -15,7 +15,7 @@ from slimectl.planner.workload import CHUNK_LOGITS, DENSE_SCORES, KEPT_LOGITS, F
 
 
 def model(name: str, **beside: Any) -> PlannedModel:
-    return plan.model_of(cards.language_model(with_defaults(cards.load(name)["config"])), **beside)
+    return plan.any_model_of(cards.language_model(with_defaults(cards.load(name)["config"])), **beside)
 
 
 def figure(figures: list[Figure], name: str) -> Figure:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimectl.architectures.lora import halves, merged
 from slimectl.checkpoints.hf import HFCheckpoint
@@ -102,6 +103,32 @@ def padded_log_probs(model: torch.nn.Module, rows: list[TrainingSample], tempera
     logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float() / temperature
     logprobs = torch.log_softmax(logits, dim=-1).gather(2, ids[:, 1:, None])[..., 0]
     return [logprobs[i, row.prompt_length - 1 : len(row.tokens) - 1] for i, row in enumerate(rows)]
+
+
+def write_random_model(folder: Path, model_type: str, **config: Any) -> Path:
+    """Write a model of transformers with large random weights, and return its folder."""
+    torch.manual_seed(0)
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), dtype=torch.float32)
+    for parameter in hf.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    hf.save_pretrained(folder)
+    return folder
+
+
+def plain_loop(
+    folder: Path, rows: list[TrainingSample], *, temperature: float, **options: Any
+) -> tuple[Tensor, dict[str, Any]]:
+    """Log-probabilities of each row alone by transformers' logits, and the gradients of their weighted sum."""
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    found = []
+    for row in rows:
+        tokens_1T = torch.tensor([row.tokens])
+        log_p_TV = (hf(tokens_1T[:, :-1], use_cache=False).logits[0].float() / temperature).log_softmax(-1)
+        found.append(log_p_TV.gather(1, tokens_1T[0, 1:, None])[-row.response_length :, 0])
+    logprobs_R = torch.cat(found)
+    weights_R = torch.tensor([weight for row in rows for weight in row.loss_weights])
+    (-(weights_R * logprobs_R).sum()).backward()
+    return logprobs_R.detach(), {name: parameter.grad for name, parameter in hf.named_parameters()}
 
 
 def flat_log_probs(policy: Any, rows: list[TrainingSample]) -> Tensor:

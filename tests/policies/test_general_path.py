@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from policy_cases import Clipped, WeightedNegativeLogProb, flat_log_probs, new_policy, random_rows
+from policy_cases import (
+    Clipped,
+    WeightedNegativeLogProb,
+    flat_log_probs,
+    new_policy,
+    plain_loop,
+    random_rows,
+    write_random_model,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimectl.checkpoints.hf import HFCheckpoint
@@ -27,7 +35,6 @@ from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.options import TrainerOptions
 from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.policies.recompute import Recompute
-from slimectl.types import TrainingSample
 
 SHAPE = {
     "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -57,13 +64,8 @@ def new_model(tmp_path_factory: pytest.TempPathFactory) -> NewModel:
 
     def make(model_type: str) -> Path:
         if model_type not in folders:
-            torch.manual_seed(0)
-            config = AutoConfig.for_model(model_type, **MODELS[model_type])
-            hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            for parameter in hf.parameters():
-                torch.nn.init.normal_(parameter, std=0.2)
-            folders[model_type] = tmp_path_factory.mktemp(model_type)
-            hf.save_pretrained(folders[model_type])
+            folder = tmp_path_factory.mktemp(model_type)
+            folders[model_type] = write_random_model(folder, model_type, **MODELS[model_type])
         return folders[model_type]
 
     return make
@@ -74,20 +76,6 @@ def general(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All models take the general path, also those that can be packed."""
     monkeypatch.setattr(build, "_unsupported", lambda hf: "is padded for a test")
     return
-
-
-def plain_loop(folder: Path, rows: list[TrainingSample], *, temperature: float) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Log-probabilities of each row alone by transformers' logits, and the gradients of their weighted sum."""
-    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
-    for row in rows:
-        tokens_1T = torch.tensor([row.tokens])
-        log_p_TV = (hf(tokens_1T[:, :-1], use_cache=False).logits[0].float() / temperature).log_softmax(-1)
-        found.append(log_p_TV.gather(1, tokens_1T[0, 1:, None])[-row.response_length :, 0])
-    logprobs_R = torch.cat(found)
-    weights_R = torch.tensor([weight for row in rows for weight in row.loss_weights])
-    (-(weights_R * logprobs_R).sum()).backward()
-    return logprobs_R.detach(), {name: parameter.grad for name, parameter in hf.named_parameters()}
 
 
 @pytest.mark.parametrize("model_type", MODELS)

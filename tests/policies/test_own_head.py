@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from policy_cases import WeightedNegativeLogProb, flat_log_probs, new_policy, random_rows
-from transformers import AutoConfig, AutoModelForCausalLM
+from policy_cases import (
+    WeightedNegativeLogProb,
+    flat_log_probs,
+    new_policy,
+    plain_loop,
+    random_rows,
+    write_random_model,
+)
 
 from slimectl.policies import lm_head
 from slimectl.policies.fsdp.build import empty_model
-from slimectl.types import TrainingSample
 
 SHAPE = {
     "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -30,29 +36,7 @@ NewModel = Callable[..., Path]
 
 @pytest.fixture
 def new_model(tmp_path: Path) -> NewModel:
-    def make(model_type: str, **config: Any) -> Path:
-        torch.manual_seed(0)
-        hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), dtype=torch.float32)
-        for parameter in hf.parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
-        hf.save_pretrained(tmp_path)
-        return tmp_path
-
-    return make
-
-
-def plain_loop(folder: Path, rows: list[TrainingSample], *, temperature: float) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Log-probabilities of each row alone by transformers' logits, and the gradients of their weighted sum."""
-    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    found = []
-    for row in rows:
-        tokens_1T = torch.tensor([row.tokens])
-        log_p_TV = (hf(tokens_1T[:, :-1]).logits[0].float() / temperature).log_softmax(-1)
-        found.append(log_p_TV.gather(1, tokens_1T[0, 1:, None])[-row.response_length :, 0])
-    logprobs_R = torch.cat(found)
-    weights_R = torch.tensor([weight for row in rows for weight in row.loss_weights])
-    (-(weights_R * logprobs_R).sum()).backward()
-    return logprobs_R.detach(), {name: parameter.grad for name, parameter in hf.named_parameters()}
+    return partial(write_random_model, tmp_path)
 
 
 @pytest.mark.parametrize("model_type", HEADS)
@@ -60,7 +44,7 @@ def test_logits_that_are_more_than_a_product_are_the_models_own(
     new_model: NewModel, model_type: str, monkeypatch: pytest.MonkeyPatch
 ):
     folder, rows = new_model(model_type, **SHAPE | HEADS[model_type]), random_rows(groups=2)
-    expected_R, gradients = plain_loop(folder, rows, temperature=0.7)
+    expected_R, gradients = plain_loop(folder, rows, temperature=0.7, attn_implementation="eager")
     monkeypatch.setattr(lm_head, "CHUNK_LOGITS", 256 * 5)  # five states a chunk, one of which is kept
     monkeypatch.setattr(lm_head, "KEPT_LOGITS", 256 * 5)
     policy = new_policy(folder, temperature=0.7)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from slimectl.errors import CheckpointError
 from slimectl.policies.causal_attention import Scoring, causal_attention, gather_contexts, masked_attention
 from slimectl.policies.fsdp.packed_batch import BranchBucket, CausalBucket, PackedBatch
+from slimectl.policies.fsdp.packed_rows import FromRows
 from slimectl.policies.recompute import recomputed
 
 NAME = "slimectl_packed"
@@ -35,21 +36,6 @@ class _ToGrid(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor, None, None]:
         return grad_NW.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-class _FromGrid(torch.autograd.Function):
-    """Reorder from grid order to input order. Padding rows get a zero gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, grid_NW: Tensor, place_T: Tensor) -> Tensor:
-        ctx.save_for_backward(place_T)
-        ctx.rows = grid_NW.shape[0]
-        return grid_NW.index_select(0, place_T)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TW: Tensor) -> tuple[Tensor, None]:
-        grad_NW = grad_TW.new_zeros(ctx.rows, grad_TW.shape[1])
-        return grad_NW.index_copy_(0, ctx.saved_tensors[0], grad_TW), None
 
 
 def packed_attention(
@@ -119,7 +105,7 @@ def _attend(
         else:
             outputs.append(_flat(masked_attention(q, k, v, mask_BLK, scale, scoring)))
     output_NW = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    output_TW = _FromGrid.apply(output_NW, layout.place_T)  # type: ignore[no-untyped-call]
+    output_TW = FromRows.apply(output_NW, layout.place_T)  # type: ignore[no-untyped-call]
     output_THD: Tensor = output_TW.view(1, query.shape[2], query.shape[1], -1)
     return output_THD
 

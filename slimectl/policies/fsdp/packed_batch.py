@@ -16,12 +16,10 @@ from torch import Tensor
 
 from slimectl.data.images import ImageProcessor
 from slimectl.policies.causal_attention import CHUNK
-from slimectl.policies.fsdp.packed_rows import PackedRows, joined_rows, padded_rows
+from slimectl.policies.fsdp.packed_rows import LEAST_FILL, PackedRows, joined_rows, padded_rows
 from slimectl.policies.fsdp.vision import ImageBatch, image_batch
 from slimectl.policies.pack_plan import AttentionSpan, PackPlan, Predictions
 
-LEAST_FILL = 0.85
-"""A bucket accepts the next span while at least this fraction of its attention pairs is real."""
 CALL_PAIRS = 4096
 """Number of attention pairs that cost about the same as one call on a CPU. A bucket may have this many as padding."""
 

@@ -20,13 +20,13 @@ from slimectl.algorithms.gated_delta import Chunks
 from slimectl.policies.pack_plan import AttentionSpan
 
 LEAST_FILL = 0.85
-"""Least share of real tokens among the tokens of rows that are padded to one length."""
+"""Least share of what is not padding, among the tokens of rows or the attention pairs of a bucket."""
 CALL_TOKENS = 64
 """Number of tokens that cost about the same as one call on a CPU. Rows of one call may have this many as padding."""
 
 
-class _FromRows(torch.autograd.Function):
-    """Select the output of every input token. Other outputs get a zero gradient."""
+class FromRows(torch.autograd.Function):
+    """Select the output of every input token. Padding and other outputs get a zero gradient."""
 
     @staticmethod
     def forward(ctx: Any, states_NH: Tensor, place_T: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class PackedRows:
         states_NH = torch.cat([block.flatten(0, 1) for block in blocks]) if len(blocks) > 1 else blocks[0].flatten(0, 1)
         if self.order_N is None:
             return states_NH
-        selected_TH: Tensor = _FromRows.apply(states_NH, self.place_T)  # type: ignore[no-untyped-call]
+        selected_TH: Tensor = FromRows.apply(states_NH, self.place_T)  # type: ignore[no-untyped-call]
         return selected_TH
 
     @cached_property
