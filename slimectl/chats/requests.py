@@ -21,6 +21,8 @@ MOST_STOPS = 256
 LONGEST_STOP = 1024
 MOST_TOP = 20
 """Maximum number of the likeliest tokens that a request may ask for, as in OpenAI's API."""
+MOST_TEACHER_TOP = 1024
+"""The same for /generate, whose clients distil from the server's model."""
 SCHEMA_LABELS = names("name description strict")
 """`strict` has no effect, because the grammar always follows the schema."""
 DEFAULT_COMPLETION = 16

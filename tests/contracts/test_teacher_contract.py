@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import serving
+import torch
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from slimectl.algorithms.scoring import TEACHER
 from slimectl.checkpoints.hf import HFCheckpoint
@@ -65,6 +66,20 @@ def test_a_server_teaches_as_its_checkpoint_does(url: str, model_dir: ModelDir):
     for name in ("opd_reverse_kl", "pg_loss", "grad_norm"):
         assert step.metrics[f"train/{name}"] == pytest.approx(own.metrics[f"train/{name}"], rel=1e-4, abs=1e-6)
     assert own.metrics["train/grad_norm"] > 0
+
+
+def test_a_server_names_the_likeliest_tokens_in_place_of_each(url: str, model_dir: ModelDir):
+    rows = [TrainingSample(sample.tokens, sample.response_length, []) for sample in answers()]
+    teacher = RemoteLogProbModel([url], api=serving.api([url]), setting="SETTING", timeout_s=60, tries=2)
+    model = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32)
+    count = 5 if url in serving.vllm_urls else 30  # vLLM's default limit is 20
+    for row, tops in zip(rows, teacher.top_log_probs(rows, count), strict=True):
+        log_p_TV = model(torch.tensor([row.tokens])).logits[0].log_softmax(-1)[row.prompt_length - 1 : -1]
+        assert len(tops) == row.response_length
+        for log_p_V, top in zip(log_p_TV, tops, strict=True):
+            assert [value for _, value in top] == pytest.approx(log_p_V.topk(count).values.tolist(), abs=1e-4)
+            assert [log_p_V[token].item() for token, _ in top] == pytest.approx([value for _, value in top], abs=1e-4)
+            assert len({token for token, _ in top}) == count
 
 
 def test_a_server_that_died_leaves_its_requests_to_the_others(url: str, caplog: pytest.LogCaptureFixture):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import aiohttp
 
 from slimectl.engines.http.request import Paused, PendingRequest, Unavailable
 from slimectl.errors import BackendError, SettingsError
 from slimectl.system.http import PASSING, error_message, parsed
+from slimectl.types import TopTokens
 
 GetJson = Callable[[str], Awaitable[Any]]
 """Sends a GET request for a path to one server. Returns the parsed body, or None if the server refuses."""
@@ -20,6 +21,14 @@ PostJson = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
 
 Returns the parsed body. Raises BackendError.
 """
+
+
+class ScoredToken(NamedTuple):
+    """A token of a prompt, its log-probability, and the likeliest tokens in its place, if they were requested."""
+
+    token: int
+    log_prob: float
+    top: TopTokens
 
 
 class ServerApi(Protocol):
@@ -57,9 +66,9 @@ class ServerApi(Protocol):
         ...
 
     async def prompt_log_probs(
-        self, post: PostJson, rows: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> list[list[tuple[int, float]]]:
-        """Return (token, log-probability) of each row's tokens after position `start`, at temperature 1.
+        self, post: PostJson, rows: Sequence[Sequence[int]], starts: Sequence[int], *, top: int = 0
+    ) -> list[list[ScoredToken]]:
+        """Score each row's tokens after position `start` at temperature 1, with the `top` likeliest at each.
 
         Raises UnexpectedAnswer if the response has another form.
         """

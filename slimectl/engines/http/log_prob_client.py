@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from slimectl.engines.http.api import ServerApi, UnexpectedAnswer
+from slimectl.engines.http.api import ScoredToken, ServerApi, UnexpectedAnswer
 from slimectl.errors import BackendError, SettingsError
 from slimectl.system.client import HttpClient, RetryPolicy
 from slimectl.system.stdio import logger
-from slimectl.types import TrainingSample
+from slimectl.types import TopTokens, TrainingSample
 
 ROWS, TOKENS = 16, 16384
-"""Maximum rows and tokens of one request."""
+"""Maximum rows and tokens of one request. With the k likeliest tokens of every position, 1 / k as many tokens."""
 
 PROBE = "The quick brown fox\n\tdef f(x): return x**2 + 3.14159  # naïve café, 北京, здравствуй 🙂 [[1, 20, 300]]"
 """Varied text, which two tokenizers split alike only if they have the same vocabulary."""
@@ -37,11 +37,11 @@ class RemoteLogProbModel:
 
     def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         """Return log p(token) of every response token, R floats per row. Raises BackendError if all servers fail."""
-        with HttpClient() as http:
-            futures = [
-                http.submit(self._score(i % len(self._urls), batch, http)) for i, batch in enumerate(_batches(rows))
-            ]
-            return [log_probs for future in futures for log_probs in future.result()]
+        return [[float(score.log_prob) for score in scores] for scores in self._scores(rows)]
+
+    def top_log_probs(self, rows: Sequence[TrainingSample], k: int) -> list[list[TopTokens]]:
+        """Return the `k` likeliest tokens in place of every response token. Raises BackendError if all servers fail."""
+        return [[score.top for score in scores] for scores in self._scores(rows, top=k)]
 
     def check_vocabulary(self, tokenizer: Any, *, of: object) -> None:
         """Raise SettingsError if a server tokenizes text differently than `tokenizer` of the model `of`."""
@@ -61,19 +61,33 @@ class RemoteLogProbModel:
     def close(self) -> None:
         """Do nothing, because connections close after each call."""
 
-    async def _score(self, first: int, rows: Sequence[TrainingSample], http: HttpClient) -> list[list[float]]:
-        """Return the log-probabilities of rows. Tries the server at index `first` first."""
+    def _scores(self, rows: Sequence[TrainingSample], *, top: int = 0) -> list[list[ScoredToken]]:
+        """Return the scores of every response token, with the `top` likeliest tokens in its place."""
+        tokens_per_request = max(1, TOKENS // max(1, top))
+        with HttpClient() as http:
+            futures = [
+                http.submit(self._score(i % len(self._urls), batch, http, top))
+                for i, batch in enumerate(_batches(rows, tokens_per_request))
+            ]
+            return [scores for future in futures for scores in future.result()]
+
+    async def _score(
+        self, first: int, rows: Sequence[TrainingSample], http: HttpClient, top: int
+    ) -> list[list[ScoredToken]]:
+        """Return the scores of rows. Tries the server at index `first` first."""
         url, starts = self._urls[first], [len(row.tokens) - row.response_length - 1 for row in rows]
         try:
             answers = await self._api.prompt_log_probs(
-                partial(self._post_to_any, first, http), [list(row.tokens) for row in rows], starts
+                partial(self._post_to_any, first, http), [list(row.tokens) for row in rows], starts, top=top
             )
         except UnexpectedAnswer as answer:
             raise self._unexpected_answer(url, str(answer)) from None
-        for row, start, pairs in zip(rows, starts, answers, strict=True):
-            if [token for token, _ in pairs] != list(row.tokens[start + 1 :]):
+        for row, start, scores in zip(rows, starts, answers, strict=True):
+            if [score.token for score in scores] != list(row.tokens[start + 1 :]):
                 raise self._unexpected_answer(url, "with log-probabilities of other tokens than requested")
-        return [[float(log_prob) for _, log_prob in pairs] for pairs in answers]
+            if any(len(score.top) < top for score in scores):
+                raise self._unexpected_answer(url, f"with fewer than the {top} likeliest tokens at a position")
+        return answers
 
     async def _tokenize(self, url: str, http: HttpClient) -> list[int]:
         try:
@@ -104,12 +118,12 @@ class RemoteLogProbModel:
         return BackendError(f"the teacher at {url} answered {description}. Is it {self._api.name}?")
 
 
-def _batches(rows: Sequence[TrainingSample]) -> Iterator[list[TrainingSample]]:
-    """Split rows into batches, one per request, in order."""
+def _batches(rows: Sequence[TrainingSample], limit: int) -> Iterator[list[TrainingSample]]:
+    """Split rows into batches of up to `limit` tokens, one per request, in order."""
     batch: list[TrainingSample] = []
     tokens = 0
     for row in rows:
-        if batch and (len(batch) == ROWS or tokens + len(row.tokens) > TOKENS):
+        if batch and (len(batch) == ROWS or tokens + len(row.tokens) > limit):
             yield batch
             batch, tokens = [], 0
         batch.append(row)

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from slimectl.chats.requests import MOST_ANSWERS, MOST_TOP, GenerationRequest, RequestBody, from_sglang
+from slimectl.chats.requests import MOST_ANSWERS, MOST_TEACHER_TOP, GenerationRequest, RequestBody, from_sglang
 from slimectl.data.routed_experts import decoded
 from slimectl.data.token_log_probs import TokenLogProb
 from slimectl.engines.server.errors import RequestError
@@ -44,7 +44,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     fields = await read(request)
     service.check_ready()
     prompts, many = await _prompts(fields, service)
-    top = fields.whole("top_logprobs_num", 0, high=MOST_TOP) if fields.flag("return_logprob") else 0
+    top = fields.whole("top_logprobs_num", 0, high=MOST_TEACHER_TOP) if fields.flag("return_logprob") else 0
     params = _generation_requests(fields, len(prompts), service.streaming.interval)
     reported = _reports_experts(fields, service)
     options = [replace(generation, top_log_probs=top, routed_experts=reported) for generation in params]

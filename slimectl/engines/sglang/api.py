@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from slimectl.data.routed_experts import Routing, encoded
-from slimectl.engines.http.api import GetJson, PostJson, StreamError, UnexpectedAnswer
+from slimectl.engines.http.api import GetJson, PostJson, ScoredToken, StreamError, UnexpectedAnswer
 from slimectl.engines.http.request import PendingRequest, penalty_fields, text_fields
 from slimectl.types import SamplingParams
 
@@ -89,14 +89,16 @@ class SglangApi:
         return {**model, "context_length": length}
 
     async def prompt_log_probs(
-        self, post: PostJson, rows: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> list[list[tuple[int, float]]]:
-        query = {"input_ids": [list(row) for row in rows], "logprob_start_len": list(starts)}
-        return [pairs[1:] for pairs in await _score(post, query, count=len(rows))]
+        self, post: PostJson, rows: Sequence[Sequence[int]], starts: Sequence[int], *, top: int = 0
+    ) -> list[list[ScoredToken]]:
+        query: dict[str, Any] = {"input_ids": [list(row) for row in rows], "logprob_start_len": list(starts)}
+        if top:
+            query["top_logprobs_num"] = top
+        return [scores[1:] for scores in await _score(post, query, count=len(rows))]
 
     async def tokenize(self, post: PostJson, text: str) -> list[int]:
-        (pairs,) = await _score(post, {"text": [text], "logprob_start_len": 0}, count=1)
-        return [token for token, _ in pairs]
+        (scores,) = await _score(post, {"text": [text], "logprob_start_len": 0}, count=1)
+        return [score.token for score in scores]
 
 
 def sampling_body(params: SamplingParams, *, limit: int) -> dict[str, Any]:
@@ -141,16 +143,22 @@ def _routing(text: Any, size: tuple[int, int]) -> Routing:
         raise StreamError(400, {"error": {"message": message}}) from None
 
 
-async def _score(post: PostJson, query: Mapping[str, Any], *, count: int) -> list[list[tuple[int, float]]]:
-    """Return (token, log-probability) of prompts' tokens from `logprob_start_len` on. The first token has none."""
+async def _score(post: PostJson, query: Mapping[str, Any], *, count: int) -> list[list[ScoredToken]]:
+    """Score prompts' tokens from `logprob_start_len` on. The first token has no log-probability."""
     params = {"max_new_tokens": 0, "temperature": 1.0}
     reply = await post("/generate", {**query, "return_logprob": True, "sampling_params": params})
     if not isinstance(reply, list) or len(reply) != count:
         raise UnexpectedAnswer(f"{str(reply)[:60]!r} to {count} prompts")
     try:
-        return [
-            [(token, log_prob) for log_prob, token, *_ in answer["meta_info"]["input_token_logprobs"]]
-            for answer in reply
-        ]
+        return [_scored_tokens(answer["meta_info"], "top_logprobs_num" in query) for answer in reply]
     except (KeyError, TypeError, ValueError):
         raise UnexpectedAnswer(f"{str(reply)[:60]!r}") from None
+
+
+def _scored_tokens(meta: Mapping[str, Any], with_top: bool) -> list[ScoredToken]:
+    scored = meta["input_token_logprobs"]
+    tops = meta["input_top_logprobs"] if with_top else [None] * len(scored)
+    return [
+        ScoredToken(token, log_prob, [(other, value) for value, other, *_ in top or []])
+        for (log_prob, token, *_), top in zip(scored, tops, strict=True)
+    ]

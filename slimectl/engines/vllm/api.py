@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from slimectl.data.routed_experts import Routing, encoded
-from slimectl.engines.http.api import GetJson, PostJson, StreamError, UnexpectedAnswer
+from slimectl.engines.http.api import GetJson, PostJson, ScoredToken, StreamError, UnexpectedAnswer
 from slimectl.engines.http.request import PendingRequest, penalty_fields, text_fields
+from slimectl.types import TopTokens
 
 GENERATE = "/inference/v1/generate"
 ID_PREFIX = "generate-tokens-"
@@ -87,10 +88,10 @@ class VllmApi:
         return {"context_length": models["data"][0].get("max_model_len")}
 
     async def prompt_log_probs(
-        self, post: PostJson, rows: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> list[list[tuple[int, float]]]:
-        answers = await asyncio.gather(*(self._score(post, list(row)) for row in rows))
-        return [pairs[start:] for pairs, start in zip(answers, starts, strict=True)]
+        self, post: PostJson, rows: Sequence[Sequence[int]], starts: Sequence[int], *, top: int = 0
+    ) -> list[list[ScoredToken]]:
+        answers = await asyncio.gather(*(self._score(post, list(row), top) for row in rows))
+        return [scores[start:] for scores, start in zip(answers, starts, strict=True)]
 
     async def tokenize(self, post: PostJson, text: str) -> list[int]:
         reply = await post("/tokenize", {"prompt": text})
@@ -98,17 +99,24 @@ class VllmApi:
             raise UnexpectedAnswer(f"{str(reply)[:60]!r}")
         return list(reply["tokens"])
 
-    async def _score(self, post: PostJson, tokens: list[int]) -> list[tuple[int, float]]:
-        """Return (token, log-probability) of all tokens except the first."""
-        params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+    async def _score(self, post: PostJson, tokens: list[int], top: int) -> list[ScoredToken]:
+        """Score all tokens except the first."""
+        params = {"max_tokens": 1, "prompt_logprobs": top, "detokenize": False}
         reply = await post(GENERATE, {"token_ids": tokens, "sampling_params": params})
         try:
             by_position = reply["prompt_logprobs"][1:]
             return [
-                (token, entries[str(token)]["logprob"]) for token, entries in zip(tokens[1:], by_position, strict=True)
+                ScoredToken(token, entries[str(token)]["logprob"], _likeliest(entries, top))
+                for token, entries in zip(tokens[1:], by_position, strict=True)
             ]
         except (KeyError, TypeError, ValueError):
             raise UnexpectedAnswer(f"{str(reply)[:60]!r}") from None
+
+
+def _likeliest(entries: Mapping[str, Any], count: int) -> TopTokens:
+    """Return the `count` likeliest tokens of a position, whose entries have the prompt's own token in addition."""
+    ranked = sorted(entries.items(), key=lambda entry: (-entry[1]["logprob"], entry[1]["rank"] or 0))
+    return [(int(token), score["logprob"]) for token, score in ranked[:count]]
 
 
 def _routing(text: Any) -> Routing:

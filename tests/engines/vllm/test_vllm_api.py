@@ -73,6 +73,25 @@ def test_the_experts_of_an_answer_come_as_an_array_with_the_last_event():
         api.add_event(event([3], "length"), pending())
 
 
+def test_the_likeliest_tokens_of_a_prompt_leave_out_its_own_token_if_that_is_not_one_of_them():
+    asked: list[Any] = []
+
+    async def post(path: str, body: Any) -> Any:
+        asked.append(body["sampling_params"]["prompt_logprobs"])
+        # As vLLM 0.32 answers: the two likeliest, and the prompt's token where its rank is higher.
+        return {"prompt_logprobs": [
+            None,
+            {"7": {"logprob": -2.5, "rank": 9}, "3": {"logprob": -0.1, "rank": 1}, "4": {"logprob": -2.4, "rank": 2}},
+            {"8": {"logprob": -0.2, "rank": 1}, "5": {"logprob": -1.9, "rank": 2}},
+        ]}  # fmt: skip
+
+    (scores,) = asyncio.run(API.prompt_log_probs(post, [[6, 7, 8]], [0], top=2))
+    assert scores == [(7, -2.5, [(3, -0.1), (4, -2.4)]), (8, -0.2, [(8, -0.2), (5, -1.9)])]
+    (scores,) = asyncio.run(API.prompt_log_probs(post, [[6, 7, 8]], [1]))
+    assert scores == [(8, -0.2, [])]
+    assert asked == [2, 0]
+
+
 def test_on_a_cpu_it_reports_no_experts():
     settings = {"train": {"use_rollout_routing_replay": True}, "engine": {"backend": "vllm", "device": "cpu"}}
     with pytest.raises(SettingsError, match="vLLM reports experts only on a GPU"):
