@@ -18,14 +18,16 @@ from slimectl.settings import Settings
 from slimectl.types import Sample, detached_copy
 
 SETTING = "score.custom_rm_path"
-COLUMNS = ("prompts", "completions", "queries")
-"""Parameters of a function of many samples whose parts are lists, as in TRL and OpenRLHF."""
+COLUMNS = ("prompts", "completions", "queries", "solution_strs")
+"""Parameters of a function of many samples whose parts are lists, as in TRL, OpenRLHF and verl's batch manager."""
 NAMES = (
     "prompt", "completion", "response", "label", "ground_truth", "solution_str", "data_source", "extra_info",
 )  # fmt: skip
 """Parameters of a function of the parts of one sample, as in verl."""
 PLURALS = {"prompt": "prompts", "completion": "completions"}
 """Names of these parts in a function of many samples."""
+BATCH = {f"{name}s": name for name in ("data_source", "solution_str", "ground_truth", "extra_info")}
+"""Names of these parts in a function of verl's batch manager."""
 
 
 _tokenizer = cache(tokenizer_of)
@@ -75,6 +77,7 @@ class UserReward:
         self.path = self._hook.path
         function, names = self._hook.function, set(self._hook.wanted)
         self._skips_none = settings.score.none_reward == "skip"
+        self._custom = settings.custom.entries()
         self.takes_many = bool(names & {"samples", *COLUMNS})
         self._by_name = not names & {"sample", "samples"} and bool(names & {*COLUMNS, *NAMES})
         self._label_names = {settings.rollout.label_key, *ANSWERS}
@@ -109,15 +112,18 @@ class UserReward:
         rows = [self._parts(sample) for sample in samples]
         if self.takes_many:
             rows = [{PLURALS.get(name, name): value for name, value in row.items()} for row in rows]
+        if self.takes_many and (batch := {name: BATCH[name] for name in self._hook.wanted if name in BATCH}):
+            rows = [row | {name: row.get(part) for name, part in batch.items()} for row in rows]
         if "queries" in self._hook.wanted:
             rows = [row | self._texts(sample) for row, sample in zip(rows, samples, strict=True)]
         names = list(dict.fromkeys(name for row in rows for name in row))
-        if missing := [name for name in self._hook.required if name not in {*names, "args", "settings"}]:
+        if missing := [name for name in self._hook.required if name not in {*names, *self._custom, "args", "settings"}]:
             raise HookError(
                 f"{self.name} wants {', '.join(missing)}, which the rows do not have. "
                 f"Their keys are {', '.join(names)}."
             )
-        return {name: [row.get(name) for row in rows] for name in names} if self.takes_many else rows[0]
+        parts = {name: [row.get(name) for row in rows] for name in names} if self.takes_many else rows[0]
+        return {**self._custom, **parts}
 
     def _texts(self, sample: Sample) -> dict[str, Any]:
         """Return the parts of a sample with OpenRLHF's names: prompt and response as one text, with its markup.

@@ -131,11 +131,19 @@ class BatchRewardFunction(Protocol):
 class ColumnRewardFunction(Protocol):
     """Returns the rewards of many samples, whose parts are lists, as in TRL. `row` holds other keys of their rows.
 
+    verl's batch manager calls the parts `data_sources`, `solution_strs`, `ground_truths` and `extra_infos`.
+
     With `queries` (prompt and response in one text), as in OpenRLHF, prompts are texts, and it gets `labels`.
     """
 
     def __call__(
-        self, args: FlatSettings, prompts: list[Any], completions: list[Any], queries: list[str], **row: list[Any]
+        self,
+        args: FlatSettings,
+        prompts: list[Any],
+        completions: list[Any],
+        queries: list[str],
+        solution_strs: list[str],
+        **row: list[Any],
     ) -> list[float]: ...
 
 

@@ -139,7 +139,8 @@ class SftWarmupSettings(Section):
 
 
 class CustomSettings(Section):
-    """Settings of your own functions, under any names: hooks read `args.NAME`. No part of slimectl reads them."""
+    """Settings of your own functions, under any names: hooks read `args.NAME`. A reward function may have a parameter
+    NAME, as with verl's reward_kwargs. No part of slimectl reads them."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -46,6 +46,45 @@ def test_explain_writes_why_into_every_record_and_sums_up_on_stderr(workshop: Wo
     ]
 
 
+OWN = """
+def by_columns(prompts, completions, target, **columns):
+    return [float(word in text) + (source == "sums") for text, word, source in zip(completions, target, columns["data_source"])]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):
+    return {"score": scale * (ground_truth in solution_str), "source": data_source}
+
+def batch(data_sources, solution_strs, ground_truths, extra_infos):
+    return [float(text == "so 7") for text in solution_strs]
+"""
+TRL = """
+from own import by_columns
+from trl import GRPOConfig, GRPOTrainer
+if __name__ == "__main__":
+    GRPOTrainer("m", reward_funcs=by_columns, args=GRPOConfig(num_generations=2), train_dataset="d.jsonl").train()
+"""
+VERL = "python3 -m verl.trainer.main_ppo data.train_files=d.parquet actor_rollout_ref.model.path=m "
+VERL += "algorithm.adv_estimator=grpo custom_reward_function.path=own.py "
+
+
+@pytest.mark.parametrize(("name", "text", "rewards"), [
+    ("trl.py", TRL, [1.0, 2.0, 2.0, 1.0]),
+    ("verl.sh", VERL + "custom_reward_function.reward_kwargs.scale=0.5", [0.0, 0.5, 0.5, 0.0]),
+    ("batch.sh", VERL + "custom_reward_function.name=batch reward_model.reward_manager=batch", [0.0, 0.0, 1.0, 0.0]),
+])  # fmt: skip
+def test_a_function_of_trl_or_verl_grades_with_the_settings_of_its_launch_file(
+    name: str, text: str, rewards: list[float], workshop: Workshop
+):
+    (workshop.folder / "own.py").write_text(OWN)
+    (workshop.folder / name).write_text(text)
+    samples = samples_file(workshop, BOXES)
+    path = workshop.folder / samples
+    rows = [{**json.loads(line), "target": "7", "data_source": "sums"} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    workshop.slimectl("settings", "from", name, "--out", "run.toml")
+    scored = [json.loads(line)["reward"] for line in workshop.slimectl("score", samples, "-c", "run.toml").splitlines()]
+    assert [reward["score"] if isinstance(reward, dict) else reward for reward in scored] == rewards
+
+
 def test_explaining_is_another_output_than_not_explaining(workshop: Workshop):
     name = samples_file(workshop, BOXES)
     workshop.slimectl("score", name, "--rm-type", "numeric", "--out", "scored.jsonl")

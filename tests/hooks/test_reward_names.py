@@ -30,6 +30,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source == "sums" and extra_info["index"] in (3, 4)
     return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth}
 
+def batch(data_sources, solution_strs, ground_truths, extra_infos, scale, bonus=0.0, **kwargs):
+    """As verl's batch manager calls it, with two reward_kwargs."""
+    assert data_sources == ["sums"] * len(solution_strs) and [info["index"] for info in extra_infos] == [3, 4]
+    return [scale * (text == truth) + bonus for text, truth in zip(solution_strs, ground_truths, strict=True)]
+
+def scaled(solution_str, ground_truth, scale=1.0, **kwargs):
+    return scale * (solution_str == ground_truth) + kwargs["bonus"]
+
 async def by_parts(prompt, response, label, question, level="easy"):
     assert prompt == question
     return float(response == label) + (level == "hard")
@@ -91,6 +99,16 @@ def test_a_reward_of_verl_gets_its_four_parts(tmp_path: Path) -> None:
     row = {"data_source": "sums", "extra_info": {"index": 4}, "completion": "3", "solution_str": "3"}
     rows = [Sample(response="2", label="2", extra=row)]
     assert rewards(tmp_path, "compute_score", rows) == [{"score": 1.0, "acc": 1.0}]
+
+
+def test_a_function_of_verls_batch_manager_gets_lists_of_these_parts(tmp_path: Path) -> None:
+    settings = ("score.group_rm=true", "custom.scale=2.0", "custom.bonus=0.5")
+    assert rewards(tmp_path, "batch", SAMPLES, *settings) == [2.5, 0.5]
+
+
+def test_values_of_custom_are_arguments_that_no_row_has(tmp_path: Path) -> None:
+    assert rewards(tmp_path, "scaled", SAMPLES, "custom.scale=3.0", "custom.bonus=0.25") == [3.25, 0.25]
+    assert rewards(tmp_path, "of_no_row", SAMPLES, "custom.hardness=0.75") == [0.75, 0.75]
 
 
 def test_parts_of_one_sample_come_by_name_and_so_do_keys_of_its_row(tmp_path: Path) -> None:

@@ -203,6 +203,8 @@ def test_what_is_trained_and_what_engines_load_is_right_or_named(script: str, ex
 
 
 DISTILLATION = "examples.on_policy_distillation.on_policy_distillation"
+TEACHER = "slime.rollout.on_policy_distillation"
+HELPERS = "examples.on_policy_distillation.topk_opd_helpers"
 LOSS = "slime.backends.megatron_utils.loss"
 ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "asynchronous": (f"python3 train_async.py {FLAGS}", {"run.async_level": 1}),
@@ -222,6 +224,26 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
         f"START --advantage-estimator on_policy_distillation --custom-rm-path {DISTILLATION}.reward_func "
         f"--custom-reward-post-process-path {DISTILLATION}.post_process_rewards --rm-url http://10.0.0.1:131/generate",
         {"algorithm.name": "opd", "algorithm.opd_teacher_url": ["http://10.0.0.1:131"], "score.custom_rm_path": None}),
+    "a teacher of another vocabulary": (
+        f"START --use-opd --opd-type sglang --custom-rm-path {TEACHER}.reward_func_cross_vocab "
+        f"--custom-reward-post-process-path {TEACHER}.post_process_rewards_cross_vocab --opd-teacher-retries 2 "
+        "--rm-url http://10.0.0.1:131/generate",
+        {"algorithm.name": "opd", "algorithm.opd_teacher_url": ["http://10.0.0.1:131"], "score.rm_url": None,
+         "listed --opd-teacher-retries": "engine.request_timeout_s"}),
+    "a teacher whose address another program knows": (
+        f"START --custom-rm-path {TEACHER}.reward_func --rm-url http://$(hostname):131/generate",
+        {"algorithm.name": "opd", "hand algorithm.opd_teacher_url": "the address of a teacher"}),
+    "stand-ins for a reward beside a teacher": (
+        f"START --use-opd --opd-type megatron --opd-teacher-load /t --custom-rm-path {HELPERS}.zero_reward_func "
+        f"--custom-reward-post-process-path {HELPERS}.zero_reward_post_process "
+        f"--custom-advantage-function-path {HELPERS}.placeholder_advantage_function",
+        {"algorithm.name": "opd", "algorithm.opd_teacher_load": "/t", "score.custom_rm_path": None,
+         "score.custom_reward_post_process_path": None, "train.custom_advantage_function_path": None}),
+    "a teacher that slime serves": (
+        "python3 -m slime.backends.megatron_utils.server.megatron_server --hf-checkpoint /t --load /t "
+        f"--teacher-port 7999 --no-megatron-server-warmup &\npython3 train.py {FLAGS}",
+        {"model.path": "/r/Qwen3-4B"}),
+    "flags of such a teacher": ("START --teacher-port 7999", {"listed --teacher-port": "slimectl serve"}),
     "adapters": (
         "START --use-lora --lora-rank 8 --lora-alpha 16 --lora-learning-rate 3e-5 --lr 1e-6 --weight-decay 0.1",
         {"train.lora_rank": "8", "train.lr": "3e-5", "train.weight_decay": None,
@@ -277,6 +299,9 @@ REFUSED = {
     "two rounds of a loop": ("for n in 1 2; do START --num-rollout $n; done", "is started 2 times with other flags"),
     "two commands": ("START --num-rollout 1\nSTART --num-rollout 2", r"has 2 training commands \(lines 1, 2\)"),
     "a server": ("python3 -m sglang.launch_server --model-path /m --tp 8 --port 3000", "server|no training command"),
+    "a teacher": (
+        "python3 -m slime.backends.megatron_utils.server.megatron_server --hf-checkpoint /m --teacher-port 7999",
+        "starts a teacher of slime. Start it with `slimectl serve MODEL`"),
     "a conversion": (
         "torchrun --nproc-per-node 8 tools/convert_hf_to_torch_dist.py --hf-checkpoint /m --save /x",
         "convert|no training command"),

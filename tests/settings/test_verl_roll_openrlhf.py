@@ -41,10 +41,9 @@ VERL: list[tuple[str, dict[str, Any], str]] = [
      {"score.custom_rm_path": "r.py:f"}, ""),
     ("F=$(pwd)/r.py\n" + GRPO + "custom_reward_function.path=$(cat name)", {"score.rm_type": None},
      "custom_reward_function.path"),
-    (GRPO + FUNCTION + "reward_model.reward_manager=batch", {"score.custom_rm_path": None},
-     "custom_reward_function.path = /r.py"),
-    (GRPO + FUNCTION + "+custom_reward_function.reward_kwargs.scale=2", {"score.custom_rm_path": "/r.py:compute_score"},
-     "custom_reward_function.reward_kwargs.scale = 2"),
+    (GRPO + FUNCTION + "reward_model.reward_manager=batch", {"score.custom_rm_path": "/r.py:compute_score"}, ""),
+    (GRPO + FUNCTION + "+custom_reward_function.reward_kwargs.scale=2",
+     {"score.custom_rm_path": "/r.py:compute_score", "custom.scale": 2}, ""),
     (GRPO + f"reward_model.reward_manager=dapo {BUFFER}.enable=True {BUFFER}.len=100 data.max_response_length=900",
      {"score.rm": [{"type": "by_column"}, {"type": "overlong", "limit": 900, "buffer": 100, "weight": 1.0}]}, ""),
     (GRPO + FUNCTION + "reward_model.reward_kwargs.max_resp_len=800 "

@@ -67,6 +67,10 @@ SERVER = "starts a server. Set engine.url to its address, or engine.backend for 
 PROGRAMS: Sequence[tuple[str, str]] = (
     (r"\bserve_rm\b", "serves a reward model. Grade with score.rm_type = reward_model or remote_rm"),
     (r"\btrl vllm-serve\b|\bvllm serve\b|vllm\.entrypoints\b|\bvllm_serve\b", f"{SERVER} of vLLM"),
+    (
+        r"\bmegatron_server\b",
+        "starts a teacher of slime. Start it with `slimectl serve MODEL`, and set algorithm.opd_teacher_url",
+    ),
     (r"sglang\.launch_server\b|sglang_router\b", f"{SERVER} of SGLang"),
     (r"\b(lm_eval|lm-eval|lighteval|evalscope|opencompass|evalplus|inspect eval|swift eval)\b", EVALUATION),
     (r"\bstart_distill(_vl)?_pipeline\b", ALGORITHMS["distillation"]),

@@ -359,15 +359,29 @@ def _ask_for_functions(conversion: Conversion) -> None:
                 break
 
 
+OF_TEACHERS = ("on_policy_distillation", "slime.rollout.mopd")
+"""Parts of the paths of slime's functions that ask a teacher, and of those that stand in for a reward beside one."""
+
+
 def _settle_distillation(conversion: Conversion) -> None:
-    """Ask the teacher's server directly, instead of by a reward function of slime's distillation example."""
-    url = conversion.text("rm_url")
-    if not url or "on_policy_distillation" not in conversion.text("custom_rm_path"):
+    """Ask the teacher directly, instead of by functions of slime's distillation examples."""
+    values = conversion.values
+    keys = [f"score.custom_{name}_path" for name in ("rm", "reward_post_process")]
+    keys.append("train.custom_advantage_function_path")
+    asking = [key for key in keys if any(part in str(values.get(key, "")) for part in OF_TEACHERS)]
+    if not asking:
         return
+    for key in asking:
+        conversion.take_back(key, "slimectl asks the teacher itself")
     conversion.put("algorithm.name", "opd", "custom_rm_path", "advantage_estimator")
-    conversion.put("algorithm.opd_teacher_url", [url.rstrip("/").removesuffix("/generate")], "rm_url")
-    for key in ("score.custom_rm_path", "score.custom_reward_post_process_path", "score.rm_url"):
-        conversion.take_back(key, "algorithm.opd_teacher_url asks the teacher")
+    url = conversion.text("rm_url")
+    if url:
+        conversion.put("algorithm.opd_teacher_url", [url.rstrip("/").removesuffix("/generate")], "rm_url")
+        conversion.take_back("score.rm_url", "algorithm.opd_teacher_url asks the teacher")
+    elif "algorithm.opd_teacher_load" not in values:
+        conversion.unlist("rm_url")
+        reason = "the address of a teacher that runs, or its Hugging Face directory as algorithm.opd_teacher_load"
+        conversion.ask_for("algorithm.opd_teacher_url", reason)
 
 
 SLIME = Dialect("slime", "slime", GROUPS, settle, unlisted, common=("Megatron's arguments", "Megatron's model shape"))

@@ -36,6 +36,9 @@ CHECKPOINT = "resume a run with `slimectl run --resume runs/NAME`. Set model.pat
 DUMPS = "replay a saved step with `slimectl train SAMPLES`"
 DEEPGEMM = "matrix products use torch kernels; train.dtype sets their precision"
 CI = "a self-test of slime; `slimectl doctor` tests this program"
+TEACHER_SERVER = (
+    "belongs to a teacher that slime serves. Start one with `slimectl serve MODEL`: algorithm.opd_teacher_url"
+)
 OWNED = "slimectl starts the engines and sets this itself. See docs/clusters.md"
 
 LAUNCH = (
@@ -226,6 +229,10 @@ DISTILLATION = (
         "algorithm.opd_teacher_load or opd_teacher_url, by hand"),
     Row("mopd-NAME opd-top-k", text="there is one teacher, of sampled tokens: algorithm.opd_kl_coef"),
     Row("opd-teacher-ckpt-step", text="convert that step with `slimectl convert` and set algorithm.opd_teacher_load"),
+    Row("opd-teacher-timeout opd-teacher-retries", text="failed requests are repeated within engine.request_timeout_s"),
+    Row("teacher-port teacher-warmup-port teacher-warmup-timeout-s teacher-sample-reduction-chunk-size "
+        "teacher-label-reduction-chunk-size megatron-server-max-length megatron-server-update-timeout-s "
+        "megatron-server-warmup no-megatron-server-warmup", text=TEACHER_SERVER),
 )  # fmt: skip
 TRACKING = (
     Row("use-wandb", "track.with", "wandb is added to the list", Always(["stdout", "wandb"])),

@@ -27,7 +27,7 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
         return
     prefix = next((prefix for prefix in TABLES if flag.name.startswith(prefix)), None)
     if flag.name.startswith(ARGUMENTS):
-        conversion.omit(flag, "make it the default of a parameter of the reward function", by_hand=True)
+        take(conversion, flag, Row(flag.name, f"custom.{flag.name.partition('reward_kwargs.')[2]}", convert=typed))
     elif prefix is None:
         omit_unlisted(conversion, flag)
     elif flag.values:
@@ -280,8 +280,8 @@ FUNCTION = ("reward.custom_reward_function.", "custom_reward_function.")
 MODEL = ("reward.reward_model.", "reward_model.")
 MANAGER = ("reward.reward_manager.name", "reward_model.reward_manager")
 OWN_MANAGER = ("reward.reward_manager.module.path", "reward_model.reward_loop_module_path")
-SAME_FUNCTION = ("", "naive", "dapo", "prime", "limited", "remote", "rate_limited")
-"""Reward managers that call the function with one response."""
+SAME_FUNCTION = ("", "naive", "dapo", "prime", "limited", "remote", "rate_limited", "batch")
+"""Reward managers that call the function with one response, or with lists of the same parts (batch)."""
 ARGUMENTS = tuple(f"{prefix}reward_kwargs." for prefix in FUNCTION)
 LENGTH = ("reward.reward_kwargs.max_resp_len", "reward_model.reward_kwargs.max_resp_len")
 
