@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 import torch
@@ -20,20 +20,22 @@ from slimectl.types import Sample
 SPREAD_EPSILON = 1e-6
 
 
-def has_signal(rewards: Sequence[float]) -> tuple[bool, str]:
+def has_signal(rewards: Sequence[float | None]) -> tuple[bool, str]:
     """Return whether the rewards of one group differ. If not, also return the reason, with their common value.
 
     >>> has_signal([1.0, 0.0]), has_signal([1.0, 1.0])
     ((True, ''), (False, 'zero_std_1.0'))
 
     DAPO's dynamic sampling, arXiv:2503.14476, eq. 11: a group without spread has no gradient. Differences up to 1e-6
-    count as rounding. A group of one has no spread. An empty group gives the reason "empty".
+    count as rounding. A group of one has no spread. None is no opinion and is not compared. A group without a reward
+    gives the reason "empty".
     """
-    if not rewards:
+    numbers = [reward for reward in rewards if reward is not None]
+    if not numbers:
         return False, "empty"
-    if max(rewards) - min(rewards) > SPREAD_EPSILON:
+    if max(numbers) - min(numbers) > SPREAD_EPSILON:
         return True, ""
-    return False, f"zero_std_{round(rewards[0] + 0.0, 4)}"
+    return False, f"zero_std_{round(numbers[0] + 0.0, 4)}"
 
 
 def normalize_rewards(samples: Sequence[Sample], rewards: Sequence[float], algorithm: AlgorithmSection) -> list[float]:
@@ -151,6 +153,37 @@ def group_advantages(
         for execution, advantage in zip(by_execution, advantages_G.tolist(), strict=True):
             advantages[group, execution] = advantage
     return [advantages[key] for key in zip(groups, executions, strict=True)]
+
+
+def decoupled_advantages(
+    components: Mapping[str, Sequence[float | None]],
+    weights: Mapping[str, float],
+    groups: Sequence[int],
+    executions: Sequence[int],
+) -> list[float]:
+    """Return the advantage of every sample from components of its reward that are normalized separately.
+
+    GDPO, Liu et al. 2026, arXiv:2601.05242: each component is centered in its group and divided by its standard
+    deviation there. The weighted sums are centered and scaled to a standard deviation of 1 over the whole batch.
+
+    `components` has a value per sample by name. None is a part without an opinion: its sample is not compared in this
+    component. Attempts count once, in groups and in the batch, as in `group_advantages`. Equal sums give exact zeros.
+    """
+    attempts = list(zip(groups, executions, strict=True))
+    sums = dict.fromkeys(attempts, 0.0)
+    for name, weight in weights.items():
+        pairs = zip(attempts, components[name], strict=True)
+        rated = [(attempt, value) for attempt, value in pairs if value is not None]
+        advantages = group_advantages(
+            [value for _, value in rated],
+            [group for (group, _), _ in rated],
+            [execution for (_, execution), _ in rated],
+        )
+        shares = {attempt: advantage for (attempt, _), advantage in zip(rated, advantages, strict=True)}
+        for attempt, share in shares.items():
+            sums[attempt] += weight * share
+    whitened = dict(zip(sums, group_normalized(_per_attempt(list(sums.values()))).tolist(), strict=True))
+    return [whitened[attempt] for attempt in attempts]
 
 
 def _per_attempt(values: Sequence[float]) -> Tensor:

@@ -49,6 +49,9 @@ class TrainingBatch:
     reported_rewards: list[float] | None = None
     """Rewards of the whole round from that function. Metrics show them instead of the samples' own rewards."""
 
+    components: dict[str, list[float | None]] = field(default_factory=dict)
+    """Values of the reward's components that the algorithm compares, one per sample. None is no opinion."""
+
     normalized_rewards: list[float] = field(default_factory=list)
     """The rewards compared within groups, or unchanged if nothing is compared."""
 
@@ -58,17 +61,26 @@ class TrainingBatch:
         return [self.samples[i] for i in self.positions]
 
     @property
+    def compared_columns(self) -> list[Sequence[float | None]]:
+        """Return the numbers that are compared, one per sample: the rewards, or each of their components."""
+        return list(self.components.values()) or [self.rewards]
+
+    @property
     def rewards_differ(self) -> bool:
-        """Return whether any two rewards of the round differ."""
-        return has_signal(self.rewards)[0]
+        """Return whether any two rewards of the round differ, or two values of a component that is compared."""
+        return any(has_signal(column)[0] for column in self.compared_columns)
 
     @property
     def any_group_differs(self) -> bool:
         """Return whether any two responses to the same prompt have different rewards."""
-        groups: dict[int, list[float]] = {}
-        for sample, reward in zip(self.samples, self.rewards, strict=True):
-            groups.setdefault(sample.group_index, []).append(reward)
-        return any(has_signal(rewards)[0] for rewards in groups.values())
+        groups: dict[int, list[int]] = {}
+        for i, sample in enumerate(self.samples):
+            groups.setdefault(sample.group_index, []).append(i)
+        return any(
+            has_signal([column[i] for i in members])[0]
+            for column in self.compared_columns
+            for members in groups.values()
+        )
 
 
 def estimate_advantages(

@@ -1,16 +1,20 @@
 """Verifiers: functions that grade samples."""
 
 from slimectl.rewards.base import Grade, Verifier
-from slimectl.rewards.registry import WeightedSum, known_types, takes_url, verifier, weighted
+from slimectl.rewards.components import TOTAL, components
+from slimectl.rewards.registry import WeightedSum, known_types, part_weights, takes_url, verifier, weighted
 from slimectl.rewards.user_function import RewardFunction, UserFunction
 
 __all__ = [
+    "TOTAL",
     "Grade",
     "RewardFunction",
     "UserFunction",
     "Verifier",
     "WeightedSum",
+    "components",
     "known_types",
+    "part_weights",
     "takes_url",
     "verifier",
     "weighted",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 from slimectl.errors import BackendError, HookError, SettingsError
 from slimectl.plugins.registry import VERIFIERS
 from slimectl.rewards.base import Grade, Remote, Verifier, is_number, no_answer
+from slimectl.rewards.components import TOTAL
 from slimectl.rewards.extraction import SOURCE_NAMES, find, missing, with_response
 from slimectl.types import Sample
 
@@ -32,7 +33,7 @@ class RewardTerm:
     name: str
     weight: float
     verifier: Verifier
-    key: str = "score"
+    key: str = TOTAL
 
     def number(self, reward: float | dict[str, Any] | None, *, skip_none: bool = False) -> float | None:
         """The part's reward as a number, or None for None with `skip_none`.
@@ -120,7 +121,7 @@ class WeightedSum(Verifier):
             f"{part.weight:g} x {part.name} {'no opinion' if number is None else f'{number:g}'} ({verdict.why})"
             for part, number, verdict in zip(self.parts, numbers, verdicts, strict=True)
         ]
-        reward = {"score": sum(products), **dict(zip(names, numbers, strict=True))} if products else None
+        reward = {TOTAL: sum(products), **dict(zip(names, numbers, strict=True))} if products else None
         shown = verdicts[self._answering]
         return Grade(reward, shown.source, "; ".join(reasons), shown.extracted, shown.span)
 
@@ -233,14 +234,24 @@ def weighted(parts: list[dict[str, Any]], *, load: LoadPart | None = None, skip_
         if isinstance(weight, bool) or not is_number(weight):
             raise SettingsError(f"{location}.weight: {weight!r} is not a finite number")
         options.pop("name", None)
-        key = str(options.pop("key", "score"))
-        if name == "score" or name in names[:index]:
+        key = str(options.pop("key", TOTAL))
+        if name == TOTAL or name in names[:index]:
             raise SettingsError(f"{location}.name: {name!r} is taken. Give each part its own name.")
         part = _own_function(location, options, load) if rm_type is None else _typed(location, rm_type, options)
         built.append(RewardTerm(name, float(weight), part, key))
     if not built:
         raise SettingsError("score.rm: no parts. Give [{type = ..., weight = ...}, ...].")
     return WeightedSum(tuple(built), skip_none)
+
+
+def part_weights(parts: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the weight of each part of a sum by its name, for parts that `weighted` accepts.
+
+    >>> part_weights([{"type": "exact"}, {"path": "my_rewards.py:brief", "weight": 0.2}])
+    {'exact': 1.0, 'brief': 0.2}
+    """
+    weights = [float(part.get("weight", 1.0)) for part in parts]
+    return dict(zip(_part_names(parts), weights, strict=True))
 
 
 def _part_names(parts: list[dict[str, Any]]) -> list[str]:
@@ -252,7 +263,7 @@ def _part_names(parts: list[dict[str, Any]]) -> list[str]:
     for part in parts:
         source = str(part.get("type") or part.get("path"))
         names.append(str(part.get("name", source if "type" in part else re.split("[:.]", source)[-1])))
-    counts = Counter([*names, "score"])
+    counts = Counter([*names, TOTAL])
     return [
         name if counts[name] == 1 or {"name", "type"} & part.keys() else str(part.get("path"))
         for name, part in zip(names, parts, strict=True)

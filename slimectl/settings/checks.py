@@ -59,6 +59,11 @@ def conflicts(settings: Settings) -> Iterator[str]:
         )
     if len(rewards := [key for key in ("custom_rm_path", "rm", "rm_type") if getattr(settings.score, key)]) > 1:
         yield f"score.{' and score.'.join(rewards)} cannot be combined. Set only one, and the other to none."
+    if getattr(algorithm, "gdpo_weights", None) == {} and not settings.score.rm:
+        yield (
+            "algorithm.gdpo_weights: missing, and algorithm.name gdpo compares the components of a reward. Set it to "
+            "{NAME = weight} with the keys of your reward object, or score.rm to a sum."
+        )
     for name, dataset in settings.eval.datasets.items():
         if dataset.rm_type and dataset.custom_rm_path:
             yield f"eval.data.{name}: rm_type and custom_rm_path cannot be combined. Set only one."

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from slimectl.settings.base import Section
 
-Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "mean_normalized", "none"]
+Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "mean_normalized", "decoupled", "none"]
 Reduction = Literal["rollout_mean", "per_token", "fixed_length"]
 
 
@@ -18,6 +18,9 @@ class Need(StrEnum):
 
     REWARDS = "rewards"
     """A reward for every sample."""
+
+    COMPONENTS = "components"
+    """Named components of every reward."""
 
     GROUPS = "groups"
     """Several responses to a prompt, which are compared with each other."""

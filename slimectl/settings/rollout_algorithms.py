@@ -152,6 +152,36 @@ class MaxRl(ClippedRatio):
     """Which algorithm."""
 
 
+class Gdpo(ClippedRatio):
+    """Group reward-decoupled normalisation: each component of the reward by itself (Liu et al. 2026, arXiv:2601.05242).
+
+    GRPO normalises the sum, in which a component with a small spread has little say.
+    """
+
+    baseline: ClassVar[Baseline] = "decoupled"
+
+    name: Literal["gdpo"] = "gdpo"
+    """Which algorithm."""
+
+    gdpo_weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
+    """Weight of each component of the reward, by its key in the reward object. Default: the parts of score.rm with
+    their weights. A weight multiplies the normalised component, so weights of 1 give all components the same say."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return super().needs | {Need.COMPONENTS}
+
+    def conflicts(self, *, temperature: float) -> Iterator[str]:
+        if self.kl_coef:
+            yield (
+                "algorithm.kl_coef has no effect with algorithm.name gdpo, which compares the components of the "
+                "reward. Use algorithm.kl_loss_coef."
+            )
+        if self.gdpo_weights and not any(self.gdpo_weights.values()):
+            yield "algorithm.gdpo_weights: every weight is 0. Give a component another weight."
+        yield from super().conflicts(temperature=temperature)
+
+
 class ReinforceFamily(ClippedRatio):
     """The REINFORCE++ family: per-token advantages, whitened over the whole round."""
 
@@ -268,6 +298,7 @@ RolloutAlgorithm = (
     | Rloo
     | Opo
     | MaxRl
+    | Gdpo
     | ReinforcePlusPlus
     | ReinforcePlusPlusBaseline
     | Ppo

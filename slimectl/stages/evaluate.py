@@ -21,7 +21,7 @@ from slimectl.settings.evaluate import Dataset
 from slimectl.settings.run import TrackSettings
 from slimectl.stages.generation import GroupGenerator, sampling_params, single_turn
 from slimectl.stages.hooks import NO_HOOKS, Hooks
-from slimectl.stages.metrics import optional_metrics, pass_rates
+from slimectl.stages.metrics import component_metrics, optional_metrics, pass_rates
 from slimectl.stages.prompt_groups import PromptSource
 from slimectl.stages.rollout import rollout
 from slimectl.stages.score import Grader, report_grading, reward_number, score
@@ -215,6 +215,7 @@ def summarize(
     for kind, values in (("accuracy", right), ("avg_reward", rewards)):
         if (error := _standard_error(samples, values)) is not None:
             metrics[f"eval/{name}_{kind}_stderr"] = error
+    metrics |= component_metrics(f"eval/{name}/", samples, reward_key)
     metrics |= count_failures(f"eval/{name}/", samples) | _group_metrics(name, samples, right, answer)
     return metrics | optional_metrics(f"eval/{name}/", samples, rewards, right, track or TrackSettings())
 

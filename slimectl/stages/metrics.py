@@ -7,7 +7,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from slimectl.algorithms.metrics import mean_and_spread, pass_at_k, pass_k_values, rollout_metrics
+from slimectl.algorithms.metrics import mean_and_spread, pass_at_k, pass_k_values, rollout_metrics, standard_deviation
+from slimectl.rewards import components
 from slimectl.settings import Settings
 from slimectl.settings.run import TrackSettings
 from slimectl.settings.score import ScoreSettings
@@ -28,6 +29,7 @@ def batch_metrics(samples: Sequence[Sample], batch: TrainingBatch, settings: Set
     """Return the metrics of a round's samples and their rows, before the round's first step."""
     rewards = round_rewards(samples, batch, settings.score)
     details = round_metrics(samples, rewards, batch.normalized_rewards, settings) | row_metrics(batch.rows)
+    details |= component_metrics("rollout/", samples, settings.score.reward_key)
     return rollout_metrics(samples, rewards) | details
 
 
@@ -86,6 +88,26 @@ def round_metrics(
     if track.log_passrate:
         metrics |= pass_rates("passrate/", [sample.group_index for sample in rewarded], right)
     return metrics | optional_metrics("rollout/", samples, rewards, right, track) if details else metrics
+
+
+def component_metrics(prefix: str, samples: Sequence[Sample], reward_key: str | None) -> Metrics:
+    """Return mean and deviation of each named component of the samples' rewards.
+
+    Components that only one prompt has, such as a rubric of its own, are left out, unless it is the only prompt.
+    """
+    values: dict[str, list[float]] = {}
+    prompts: dict[str, set[int]] = {}
+    for sample in samples:
+        for name, value in components(sample.reward, reward_key).items():
+            if value is not None:
+                values.setdefault(name, []).append(value)
+                prompts.setdefault(name, set()).add(sample.group_index)
+    enough = min(2, len({sample.group_index for sample in samples}))
+    metrics: Metrics = {}
+    for name in sorted(name for name in values if len(prompts[name]) >= enough):
+        metric = f"{prefix}reward/{name.replace('/', '_')}"
+        metrics |= {metric: statistics.fmean(values[name]), f"{metric}/std": standard_deviation(values[name])}
+    return metrics
 
 
 def optional_metrics(

@@ -21,6 +21,7 @@ from slimectl.errors import RecordError
 from slimectl.settings.algorithm import Pairwise
 from slimectl.settings.needs import AlgorithmSection, Need
 from slimectl.settings.rollout import RolloutSettings
+from slimectl.settings.score import ScoreSettings
 from slimectl.stages.finite_check import Outputs
 from slimectl.stages.long_prompts import demonstration_excess, drop_long
 from slimectl.stages.rollout import demonstration
@@ -67,7 +68,7 @@ def preferred(
 
 
 def build_preference_batch(
-    samples: Sequence[Sample], algorithm: Pairwise, reward_key: str | None, shaped: Sequence[float] | None = None
+    samples: Sequence[Sample], algorithm: Pairwise, score: ScoreSettings, shaped: Sequence[float] | None = None
 ) -> tuple[TrainingBatch, Metrics]:
     """Return both rows of every pair, with the pair's number as execution, and the number of groups without a pair.
 
@@ -83,7 +84,7 @@ def build_preference_batch(
     batch = TrainingBatch([], [])
     metrics: Metrics = {}
     for group in groups.values():
-        pairs = preference_pairs([reward_number(sample, reward_key) for sample in group], algorithm.pairs)
+        pairs = preference_pairs([reward_number(sample, score.reward_key) for sample in group], algorithm.pairs)
         if not pairs:
             name = "rollout/dynamic_filter/drop_no_preference"
             metrics[name] = metrics.get(name, 0.0) + 1.0

@@ -13,8 +13,10 @@ from slimectl.errors import HookError, RecordError, SlimectlError
 from slimectl.plugins.callables import error_location
 from slimectl.plugins.containment import in_one_line
 from slimectl.protocols import Executor, LogProbModel
-from slimectl.rewards import Grade
+from slimectl.rewards import TOTAL, Grade, components, part_weights
 from slimectl.rewards.base import is_number
+from slimectl.settings.needs import AlgorithmSection
+from slimectl.settings.rollout_algorithms import Gdpo
 from slimectl.settings.score import ScoreSettings
 from slimectl.stages.grader import Grader, as_batched
 from slimectl.stages.grading_calls import GradingCalls
@@ -220,12 +222,43 @@ def reward_number(sample: Sample, reward_key: str | None) -> float:
     return number
 
 
+def component_weights(algorithm: AlgorithmSection, settings: ScoreSettings) -> dict[str, float]:
+    """Return the weight of each component of the reward that the algorithm compares. Components of weight 0 are not."""
+    if not isinstance(algorithm, Gdpo):
+        return {}
+    weights = algorithm.gdpo_weights or part_weights(settings.rm)
+    return {name: weight for name, weight in weights.items() if weight}
+
+
+def component_columns(samples: Sequence[Sample], names: Iterable[str]) -> dict[str, list[float | None]]:
+    """Return the values of the named components of the samples' rewards. None is a part without an opinion.
+
+    Samples that failed, or exceeded their time limit, have 0 in every component. Raises RecordError for a reward
+    without a component.
+    """
+    return {name: [_component(sample, name) for sample in samples] for name in names}
+
+
+def _component(sample: Sample, name: str) -> float | None:
+    if sample.status is Status.FAILED or "reward_error" in sample.metadata:
+        return 0.0
+    reward = sample.reward if isinstance(sample.reward, dict) else {}
+    value = reward.get(name)
+    if name in reward and (value is None or is_number(value)):
+        return None if value is None else float(value)
+    fault = f"component {name!r} is {kind_of(value)}, not a number" if name in reward else f"no component {name!r}"
+    raise RecordError(
+        f"sample {sample.index}: reward: {fault}. The components are {', '.join(components(reward)) or 'none'}. "
+        f"Return it for every sample (None is no opinion), or set algorithm.gdpo_weights to components that all have"
+    )
+
+
 def _number(reward: Any, reward_key: str | None, sample: Sample, *, skip_none: bool = False) -> float | None:
     """Return the number of a reward, or None for None with `skip_none`. Raises HookError."""
     value = reward
     if isinstance(value, dict):
         if reward_key is None:
-            reward_key = "score" if "score" in value else None
+            reward_key = TOTAL if TOTAL in value else None
         if reward_key not in value:
             keys = ", ".join(map(str, value)) or "nothing"
             fault = "not set, and no 'score' is" if reward_key is None else f"{reward_key!r} is not"

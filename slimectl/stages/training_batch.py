@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from slimectl.algorithms.baselines import has_signal, normalize_rewards
+from slimectl.algorithms.baselines import decoupled_advantages, has_signal, normalize_rewards
 from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.algorithms.metrics import zero_std_groups
 from slimectl.data.images import images_of
@@ -14,9 +14,10 @@ from slimectl.settings import Settings
 from slimectl.settings.algorithm import Sft
 from slimectl.settings.needs import Need
 from slimectl.settings.policy_gradient import PolicyGradient
+from slimectl.settings.score import ScoreSettings
 from slimectl.stages.hooks import Hooks
 from slimectl.stages.preferences import build_preference_batch
-from slimectl.stages.score import reward_number
+from slimectl.stages.score import component_columns, component_weights, reward_number
 from slimectl.types import Metrics, Sample, Status, TrainingSample
 
 COLUMNS = {
@@ -54,7 +55,7 @@ def build_training_batch(
         _require_groups(algorithm.name, [(s.group_index, s.trajectory_id) for s in (*samples, *unrewarded)])
     build, shaped = BUILDERS[algorithm.trains_on], None if rewards is None else [rewards[1][i] for i in fresh]
     require_temperature([samples[i] for i in fresh], settings)
-    batch, drops = build([samples[i] for i in fresh], algorithm, settings.score.reward_key, shaped)
+    batch, drops = build([samples[i] for i in fresh], algorithm, settings.score, shaped)
     if settings.train.use_rollout_routing_replay:
         for row, position in zip(batch.rows, batch.positions, strict=True):
             row.routed_experts = _routing(samples[fresh[position]])
@@ -96,29 +97,28 @@ def require_sampling_temperature(sample: Sample, settings: Settings) -> Sample:
 
 
 def build_sft_batch(
-    samples: Sequence[Sample], algorithm: Sft, reward_key: str | None, shaped: Sequence[float] | None
+    samples: Sequence[Sample], algorithm: Sft, score: ScoreSettings, shaped: Sequence[float] | None
 ) -> tuple[TrainingBatch, Metrics]:
     """Return a row for every demonstration."""
     return TrainingBatch([_row(sample) for sample in samples], [sample.trajectory_id for sample in samples]), {}
 
 
 def build_policy_batch(
-    samples: Sequence[Sample], algorithm: PolicyGradient, reward_key: str | None, shaped: Sequence[float] | None = None
+    samples: Sequence[Sample], algorithm: PolicyGradient, score: ScoreSettings, shaped: Sequence[float] | None = None
 ) -> tuple[TrainingBatch, Metrics]:
     """Return rows for the samples whose group carries signal, and counts of groups without it.
 
     `shaped` has a reward per sample from a user's function. A missing reward is 0 if the algorithm needs no rewards.
     """
-    rewards, groups = [], dict[int, list[float]]()
-    for sample in samples:
+    rewards, groups = list[float](), dict[int, list[int]]()
+    for i, sample in enumerate(samples):
         if sample.reward is None and Need.REWARDS in algorithm.needs:
             raise RecordError(f"sample {sample.index}: no reward. Run `slimectl score` on these samples first")
-        rewards.append(0.0 if sample.reward is None else reward_number(sample, reward_key))
-        groups.setdefault(sample.group_index, []).append(rewards[-1])
-    metrics = zero_std_groups(list(groups.values())) if Need.REWARDS in algorithm.needs else {}
-    if algorithm.drop_zero_std_groups:
-        groups, drops = _drop_without_signal(groups)
-        metrics |= drops
+        rewards.append(0.0 if sample.reward is None else reward_number(sample, score.reward_key))
+        groups.setdefault(sample.group_index, []).append(i)
+    metrics: Metrics = {}
+    if Need.REWARDS in algorithm.needs:
+        metrics = zero_std_groups([[rewards[i] for i in members] for members in groups.values()])
     batch = TrainingBatch(
         [],
         [],
@@ -127,8 +127,16 @@ def build_policy_batch(
         compared=shaped is not None,
     )
     batch.normalized_rewards = batch.rewards
-    if Need.GROUPS in algorithm.needs and not batch.compared:
+    if Need.COMPONENTS in algorithm.needs and not batch.compared:
+        weights = component_weights(algorithm, score)
+        batch.components = component_columns(samples, weights)
+        attempts = [sample.group_index for sample in samples], [sample.trajectory_id for sample in samples]
+        batch.normalized_rewards = decoupled_advantages(batch.components, weights, *attempts)
+    elif Need.GROUPS in algorithm.needs and not batch.compared:
         batch.normalized_rewards = normalize_rewards(samples, rewards, algorithm)
+    if algorithm.drop_zero_std_groups:
+        groups, drops = _drop_without_signal(groups, list(batch.components.values()) or [rewards])
+        metrics |= drops
     for i, sample in enumerate(samples):
         if sample.group_index in groups:
             _require_columns(sample, algorithm)
@@ -211,16 +219,21 @@ def _routing(sample: Sample) -> Routing:
     return sample.rollout_routed_experts
 
 
-def _drop_without_signal(groups: dict[int, list[float]]) -> tuple[dict[int, list[float]], Metrics]:
-    """Return the groups whose rewards differ, and how many were dropped by reason."""
-    retained: dict[int, list[float]] = {}
+def _drop_without_signal(
+    groups: dict[int, list[int]], columns: Sequence[Sequence[float | None]]
+) -> tuple[dict[int, list[int]], Metrics]:
+    """Return the groups whose rewards differ, and how many were dropped by reason.
+
+    A group has the places of its samples in the `columns`: of the rewards, or of each component that is compared.
+    """
+    retained: dict[int, list[int]] = {}
     drops: Metrics = {}
-    for key, rewards in groups.items():
-        keep, reason = has_signal(rewards)
-        if keep:
-            retained[key] = rewards
+    for key, members in groups.items():
+        signals = [has_signal([column[i] for i in members]) for column in columns]
+        if any(keep for keep, _ in signals):
+            retained[key] = members
         else:
-            name = f"rollout/dynamic_filter/drop_{reason}"
+            name = f"rollout/dynamic_filter/drop_{signals[0][1]}"
             drops[name] = drops.get(name, 0.0) + 1.0
     return retained, drops
 

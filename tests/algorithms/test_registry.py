@@ -49,6 +49,7 @@ READ_BY = {
     "use_rollout_logprobs": "slimectl/stages/training_batch.py",
     "tis_batch_normalize": "slimectl/algorithms/registry.py",
     "grpo_std_normalization": "slimectl/settings/policy_gradient.py",
+    "gdpo_weights": "slimectl/stages/score.py",
     "gamma": "slimectl/algorithms/estimators.py",
     "lambd": "slimectl/algorithms/estimators.py",
     "value_clip": "slimectl/algorithms/registry.py",

@@ -8,6 +8,7 @@ from typing import Any
 
 from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.settings import Settings
+from slimectl.settings.score import ScoreSettings
 from slimectl.stages.advantages import Models, attach_model_outputs, set_advantages
 from slimectl.stages.hooks import NO_HOOKS
 from slimectl.stages.optimizer_step import loss_weights
@@ -29,7 +30,7 @@ def training_batch(
     samples: Sequence[Sample], algorithm: Any, *, old: float = -1.0, critic: Any = None
 ) -> tuple[TrainingBatch, Metrics]:
     """The rows of a round with old log-probabilities and advantages, and the metrics of these passes."""
-    batch, metrics = build_policy_batch(samples, algorithm, None)
+    batch, metrics = build_policy_batch(samples, algorithm, ScoreSettings())
     policy: Any = Even(old)
     attach_model_outputs(batch.rows, Models(policy, critic), algorithm, NO_HOOKS, several_steps=True)
     settings = Settings().model_copy(update={"algorithm": algorithm})

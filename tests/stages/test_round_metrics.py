@@ -6,7 +6,7 @@ import pytest
 
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
-from slimectl.stages.metrics import repeats, round_metrics, round_perf, row_metrics
+from slimectl.stages.metrics import component_metrics, repeats, round_metrics, round_perf, row_metrics
 from slimectl.types import Sample, Status, TrainingSample
 
 
@@ -70,6 +70,19 @@ def test_what_every_round_tells():
         "rollout/rewards/max": 0.5,
         "rollout/rewards/min": -0.5,
     }
+
+
+def test_every_component_of_the_rewards_has_its_mean_and_deviation():
+    rewards = [{"score": 2.0, "exact": True, "a/b": 0.5, "pred": "4"}, {"score": 1.0, "exact": False, "a/b": None}]
+    samples = [sample(0, rewards[0], group=0), sample(1, rewards[1], group=1)]  # type: ignore[arg-type]
+    assert component_metrics("rollout/", samples, None) == {
+        "rollout/reward/exact": 0.5,
+        "rollout/reward/exact/std": 0.5,  # of 1 and 0
+    }  # a/b has a number for one prompt only
+    alone = component_metrics("rollout/", samples[:1], "exact")
+    assert alone == {"rollout/reward/a_b": 0.5, "rollout/reward/a_b/std": 0.0,
+                     "rollout/reward/score": 2.0, "rollout/reward/score/std": 0.0}  # fmt: skip
+    assert component_metrics("rollout/", [sample(0, 1.0)], None) == {}
 
 
 def test_what_track_asks_for_besides():
