@@ -13,6 +13,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from slimectl.algorithms.normalization import STD_EPSILON, RewardMoments, normalized
 from slimectl.errors import RecordError
 from slimectl.settings.needs import AlgorithmSection, Baseline
 from slimectl.types import Sample
@@ -38,8 +39,23 @@ def has_signal(rewards: Sequence[float | None]) -> tuple[bool, str]:
     return False, f"zero_std_{round(numbers[0] + 0.0, 4)}"
 
 
-def normalize_rewards(samples: Sequence[Sample], rewards: Sequence[float], algorithm: AlgorithmSection) -> list[float]:
-    """Return the rewards compared within their groups by the algorithm's baseline, or unchanged without a baseline."""
+def normalize_rewards(
+    samples: Sequence[Sample],
+    rewards: Sequence[float],
+    algorithm: AlgorithmSection,
+    running: RewardMoments | None = None,
+) -> list[float]:
+    """Return the rewards compared within their groups by the algorithm's baseline, or unchanged without a baseline.
+
+    With `norm_kinds`, return them normalized by these kinds of mean and std instead. `running` has the moments of all
+    rounds.
+    """
+    if (kinds := algorithm.norm_kinds) is not None:
+        attempts = attempt_rewards(samples, rewards)
+        groups = [group for group, _ in attempts]
+        values = normalized(list(attempts.values()), groups, kinds, running or RewardMoments())
+        by_attempt = dict(zip(attempts, values, strict=True))
+        return [by_attempt[sample.group_index, sample.trajectory_id] for sample in samples]
     if algorithm.baseline == "none":
         return list(rewards)
     return group_advantages(
@@ -53,7 +69,12 @@ def normalize_rewards(samples: Sequence[Sample], rewards: Sequence[float], algor
     )
 
 
-STD_EPSILON = 1e-6
+def attempt_rewards(samples: Sequence[Sample], rewards: Sequence[float]) -> dict[tuple[int, int], float]:
+    """Return the reward of every attempt by (group, attempt): the mean over its samples."""
+    attempts: dict[tuple[int, int], list[float]] = {}
+    for sample, reward in zip(samples, rewards, strict=True):
+        attempts.setdefault((sample.group_index, sample.trajectory_id), []).append(reward)
+    return {attempt: fmean(members) for attempt, members in attempts.items()}
 
 
 def group_normalized(rewards_G: Tensor, *, std_normalization: bool = True) -> Tensor:

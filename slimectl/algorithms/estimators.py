@@ -16,6 +16,7 @@ from torch import Tensor
 from slimectl.algorithms.baselines import has_signal, normalize_rewards
 from slimectl.algorithms.kl import kl_estimate
 from slimectl.algorithms.metrics import mean_and_spread
+from slimectl.algorithms.normalization import RewardMoments, clamped, share_beyond
 from slimectl.algorithms.value_loss import generalized_advantages
 from slimectl.settings.needs import AlgorithmSection, Need
 from slimectl.settings.policy_gradient import PolicyGradient
@@ -53,7 +54,10 @@ class TrainingBatch:
     """Values of the reward's components that the algorithm compares, one per sample. None is no opinion."""
 
     normalized_rewards: list[float] = field(default_factory=list)
-    """The rewards compared within groups, or unchanged if nothing is compared."""
+    """The rewards compared within groups, or unchanged if nothing is compared. Bounded by `reward_clip`."""
+
+    moments: RewardMoments = field(default_factory=RewardMoments)
+    """Moments of the rewards of all rounds, this one included, if the algorithm normalizes by them."""
 
     @property
     def row_samples(self) -> list[Sample]:
@@ -90,7 +94,7 @@ def estimate_advantages(
 
     These are the estimator's advantages, minus opd_kl_coef times the divergence from a teacher (Agarwal et al. 2023,
     arXiv:2306.13649). If the algorithm asks for it, they are whitened over the batch (Hu et al. 2025,
-    arXiv:2501.03262).
+    arXiv:2501.03262) and then bounded.
     """
     advantages = estimator(batch, algorithm)
     metrics: Metrics = {}
@@ -110,6 +114,10 @@ def estimate_advantages(
         advantages = [advantages_T - teacher.kl_coef * kl_T for advantages_T, kl_T in pairs]
     if algorithm.whitens_advantages:
         advantages = whitened(advantages, [_mask(row) for row in batch.rows])
+    if isinstance(algorithm, PolicyGradient) and (bound := algorithm.advantage_clip) is not None:
+        trained = torch.cat([a_T[_mask(row) != 0] for a_T, row in zip(advantages, batch.rows, strict=True)])
+        metrics["rollout/advantage_clip_frac"] = share_beyond(trained.tolist(), bound)
+        advantages = [advantages_T.clamp(-bound, bound) for advantages_T in advantages]
     return advantages, metrics
 
 
@@ -136,7 +144,8 @@ def group_relative(batch: TrainingBatch, algorithm: PolicyGradient) -> list[Tens
             for row, i in zip(batch.rows, batch.positions, strict=True)
         ]
         if not batch.compared:
-            advantages = normalize_rewards(batch.row_samples, advantages, algorithm)
+            advantages = normalize_rewards(batch.row_samples, advantages, algorithm, batch.moments)
+        advantages = clamped(advantages, algorithm.reward_clip)
     return [
         torch.full((len(row.loss_weights),), advantage, dtype=torch.float64)
         for row, advantage in zip(batch.rows, advantages, strict=True)
@@ -182,7 +191,7 @@ def _token_inputs(batch: TrainingBatch, algorithm: PolicyGradient) -> list[tuple
     """Return (reward, divergence from the reference if it is penalized, mask) of each row."""
     return [
         (reward, _reference_kl(row) if algorithm.kl_coef else None, _mask(row))
-        for row, reward in zip(batch.rows, [batch.rewards[i] for i in batch.positions], strict=True)
+        for row, reward in zip(batch.rows, [batch.normalized_rewards[i] for i in batch.positions], strict=True)
     ]
 
 

@@ -113,6 +113,8 @@ def _rewards() -> Definitions:
         "rewards/{std,max,min}": ("", "Standard deviation, largest and smallest of these"),
         "penalized_rewards": ("", "The same minus algorithm.kl_coef times the response's KL divergence, if it is set"),
         "penalized_rewards/{std,max,min}": ("", "Standard deviation, largest and smallest of these"),
+        "reward_clip_frac": ("", "Share of compared rewards beyond algorithm.reward_clip"),
+        "advantage_clip_frac": ("", "Share of trained tokens whose advantage is beyond algorithm.advantage_clip"),
         "advantages": ("", "Mean advantage of trained tokens"),
         "advantages/{std,max,min}": ("", "Standard deviation, largest and smallest of these"),
         "returns/{std,max,min}": ("", "Standard deviation, largest and smallest of the returns"),
@@ -163,6 +165,10 @@ def _rounds() -> Definitions:
     return {
         "zero_std/count_{reward}": ("groups", "Groups whose responses all got this reward"),
         "dynamic_filter/drop_{reason}": ("groups or samples", "Dropped from training, by reason"),
+        "masked/{max_len,difficulty,error_len}": (
+            "",
+            "Share of samples excluded by algorithm.max_len_mask, difficulty_mask and error_max_len_threshold",
+        ),
         "no_signal": ("", "1 in a round without a learning signal: all rewards equal, or equal within every group"),
         "waiting_groups": ("groups", "Groups kept for the next round: finished surplus, or interrupted"),
         "continued_samples": (
@@ -342,6 +348,8 @@ ROLL_NAMES = {
     "rollout/advantages/max": "critic/advantages/max",
     "rollout/advantages/min": "critic/advantages/min",
     "rollout/advantages/std": "critic/advantages/std",
+    "rollout/reward_clip_frac": "critic/reward_clip_frac",
+    "rollout/advantage_clip_frac": "critic/advantage_clip_frac",
     "rollout/returns": "critic/returns/mean",
     "rollout/returns/max": "critic/returns/max",
     "rollout/returns/min": "critic/returns/min",

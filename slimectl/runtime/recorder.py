@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from slimectl.algorithms.normalization import RewardMoments
 from slimectl.data.atomic_replace import storage_errors, write_text
 from slimectl.data.jsonl import write_samples
 from slimectl.data.metrics_catalogue import progress
@@ -143,6 +144,7 @@ class RunRecorder:
             "weight_version": policy.weight_version,
             "pending": [[execution, asdict(row)] for execution, row in state.pending],
             "signal": asdict(state.signal),
+            "moments": asdict(state.moments),
             "sampling": sampler_state_to_json(self.sampling),
             "sizes": self.folder.sizes(),
             "data": self.data,
@@ -292,4 +294,5 @@ def _state_of(saved_state: Mapping[str, Any]) -> TrainState:
     ]
     pending = [(execution, TrainingSample(**row)) for execution, row in rows]
     signal = SignalCount(**saved_state.get("signal", {}))  # missing in checkpoints of older versions
-    return TrainState(saved_state["step"], saved_state["rollout_id"], pending, signal)
+    moments = RewardMoments(**saved_state.get("moments", {}))
+    return TrainState(saved_state["step"], saved_state["rollout_id"], pending, signal, moments)

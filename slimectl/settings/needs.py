@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 from slimectl.settings.base import Section
 
 Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "mean_normalized", "decoupled", "none"]
+NormKind = Literal["group", "batch", "running", "none"]
 Reduction = Literal["rollout_mean", "per_token", "fixed_length"]
 
 
@@ -96,6 +97,11 @@ class AlgorithmSection(Section):
     def std_normalization(self) -> bool:
         """Whether rewards are divided by the standard deviation of their group."""
         return False
+
+    @property
+    def norm_kinds(self) -> tuple[NormKind, NormKind] | None:
+        """Populations of the mean and the std that replace the baseline, or None to compare with the baseline."""
+        return None
 
     @property
     def whitens_advantages(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from slimectl.settings.base import Texts
-from slimectl.settings.needs import AlgorithmSection, Baseline, Need, Reduction, TeacherOptions
+from slimectl.settings.needs import AlgorithmSection, Baseline, Need, NormKind, Reduction, TeacherOptions
 from slimectl.system.redaction import REFERENCES
 
 
@@ -35,8 +35,31 @@ class PolicyGradient(AlgorithmSection):
     fixed_length: Annotated[int, Field(ge=1)] | None = None
     """Divide the sum of each rollout by this constant instead of its length (Dr. GRPO)."""
 
+    reward_clip: Annotated[float, Field(gt=0)] | None = None
+    """Bound of a reward in both directions, after it is compared with others. Default: none."""
+
     normalize_advantages: bool = False
     """Whiten the advantages over all tokens of the round."""
+
+    advantage_clip: Annotated[float, Field(gt=0)] | None = None
+    """Bound of a token's advantage in both directions, after whitening. Default: none."""
+
+    max_len_mask: bool = False
+    """Do not train on truncated responses. They still count in the baseline of their group (overlong filtering, DAPO,
+    arXiv:2503.14476)."""
+
+    difficulty_mask: bool = False
+    """Do not train on groups whose mean reward is not between the two thresholds below."""
+
+    difficulty_low_threshold: float = 0.1
+    """Largest mean reward of a group that is too hard."""
+
+    difficulty_high_threshold: float = 0.95
+    """Smallest mean reward of a group that is too easy."""
+
+    error_max_len_threshold: Annotated[int, Field(ge=1)] | None = None
+    """Do not train on wrong responses of at least this many tokens: a reward below eval.success_threshold. Default:
+    no limit."""
 
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the reference in the reward, estimated by k1. It is per token if returns are per
@@ -142,7 +165,7 @@ class PolicyGradient(AlgorithmSection):
         needs = set(self.needs_by_setting.values())
         if self.learns_from_rewards:
             needs.add(Need.REWARDS)
-        if self.baseline != "none":
+        if "group" in self.norm_kinds if self.norm_kinds else self.baseline != "none":
             needs.add(Need.GROUPS)
         if self.kl_coef or self.opd_kl_coef or self.tis_batch_normalize:
             needs.add(Need.OLD_LOG_PROBS)
@@ -184,6 +207,11 @@ class PolicyGradient(AlgorithmSection):
             yield (
                 "algorithm.calculate_per_token_loss and algorithm.fixed_length cannot be combined: both are "
                 "reductions. Set only one."
+            )
+        if self.difficulty_low_threshold >= self.difficulty_high_threshold:
+            yield (
+                f"algorithm.difficulty_low_threshold: {self.difficulty_low_threshold:g} is not below "
+                f"algorithm.difficulty_high_threshold: {self.difficulty_high_threshold:g}. Swap them."
             )
         yield from self._teacher_conflicts(temperature)
         yield from self._correction_conflicts()
@@ -236,7 +264,24 @@ class ClippedRatio(RatioBounds):
     """Dual clip: bound on the loss of negative-advantage tokens with a large ratio. Default: off."""
 
 
-class GroupNormalized(PolicyGradient):
+class NormalizedRewards(PolicyGradient):
+    """Algorithms whose rewards can be normalized by a group, a round or all rounds."""
+
+    norm_mean_type: NormKind | None = None
+    """Mean to subtract from a reward instead of the algorithm's baseline: of its group, of the round (batch), of all
+    rounds so far (running), or none. Default: the baseline, or none if norm_std_type is set."""
+
+    norm_std_type: NormKind | None = None
+    """Standard deviation to divide by, from the same choices. Equal rewards have none and are not divided. Default: as
+    the baseline has it, or none if norm_mean_type is set."""
+
+    @property
+    def norm_kinds(self) -> tuple[NormKind, NormKind] | None:
+        kinds = self.norm_mean_type, self.norm_std_type
+        return (kinds[0] or "none", kinds[1] or "none") if any(kinds) else None
+
+
+class GroupNormalized(NormalizedRewards):
     """Algorithms whose advantage is the reward normalised within its group."""
 
     grpo_std_normalization: bool = True

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from slimectl.settings.needs import Baseline, CriticOptions, Need
-from slimectl.settings.policy_gradient import ClippedRatio, GroupNormalized, RatioBounds
+from slimectl.settings.policy_gradient import ClippedRatio, GroupNormalized, NormalizedRewards, RatioBounds
 
 
 class Grpo(GroupNormalized, ClippedRatio):
@@ -182,7 +182,7 @@ class Gdpo(ClippedRatio):
         yield from super().conflicts(temperature=temperature)
 
 
-class ReinforceFamily(ClippedRatio):
+class ReinforceFamily(NormalizedRewards, ClippedRatio):
     """The REINFORCE++ family: per-token advantages, whitened over the whole round."""
 
     normalize_advantages: bool = True
@@ -284,6 +284,8 @@ class Opd(ClippedRatio):
                 "algorithm.kl_coef has no effect with algorithm.name opd, which does not train on rewards. Use "
                 "algorithm.kl_loss_coef."
             )
+        if self.reward_clip:
+            yield "algorithm.reward_clip has no effect with algorithm.name opd, which trains on no rewards. Drop it."
         yield from super().conflicts(temperature=temperature)
 
 

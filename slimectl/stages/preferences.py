@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slimectl.algorithms.estimators import TrainingBatch
+from slimectl.algorithms.normalization import RewardMoments
 from slimectl.algorithms.preferences import dpo_rewards, preference_loss, preference_pairs
 from slimectl.chats.model_tokens import unknown_token
 from slimectl.data.images import images_of
@@ -68,7 +69,11 @@ def preferred(
 
 
 def build_preference_batch(
-    samples: Sequence[Sample], algorithm: Pairwise, score: ScoreSettings, shaped: Sequence[float] | None = None
+    samples: Sequence[Sample],
+    algorithm: Pairwise,
+    score: ScoreSettings,
+    shaped: Sequence[float] | None = None,
+    moments: RewardMoments | None = None,
 ) -> tuple[TrainingBatch, Metrics]:
     """Return both rows of every pair, with the pair's number as execution, and the number of groups without a pair.
 

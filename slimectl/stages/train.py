@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from slimectl.algorithms.normalization import RewardMoments
 from slimectl.protocols import Critic
 from slimectl.settings import Settings
 from slimectl.stages.advantages import Models, attach_model_outputs, attach_scores, set_advantages
@@ -35,6 +36,9 @@ class TrainState:
 
     signal: SignalCount = field(default_factory=SignalCount)
     """Counts of rounds with and without signal."""
+
+    moments: RewardMoments = field(default_factory=RewardMoments)
+    """Moments of the rewards of all rounds, if the algorithm normalizes by them."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -112,7 +116,8 @@ def _train_batch(
     timer = models.timer
     attach_scores(batch.samples, models, settings)
     with timer.time("perf/data_preprocess_time"):
-        data, metrics = build_training_batch(batch.samples, settings, hooks, version=int(models.policy.weight_version))
+        version = int(models.policy.weight_version)
+        data, metrics = build_training_batch(batch.samples, settings, hooks, version=version, moments=state.moments)
         has_older_rows = bool(state.pending)
         state.pending += zip(data.executions, data.rows, strict=True)
         waiting = [row for _, row in state.pending]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from slimectl.algorithms.baselines import decoupled_advantages, has_signal, normalize_rewards
+from slimectl.algorithms.baselines import attempt_rewards, decoupled_advantages, has_signal, normalize_rewards
 from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.algorithms.metrics import zero_std_groups
+from slimectl.algorithms.normalization import RewardMoments, clamped, share_beyond
 from slimectl.data.images import images_of
 from slimectl.data.routed_experts import Routing, routed_tokens
 from slimectl.errors import RecordError
@@ -17,6 +18,7 @@ from slimectl.settings.policy_gradient import PolicyGradient
 from slimectl.settings.score import ScoreSettings
 from slimectl.stages.hooks import Hooks
 from slimectl.stages.preferences import build_preference_batch
+from slimectl.stages.sample_masks import mask_samples
 from slimectl.stages.score import component_columns, component_weights, reward_number
 from slimectl.types import Metrics, Sample, Status, TrainingSample
 
@@ -29,13 +31,14 @@ COLUMNS = {
 
 
 def build_training_batch(
-    samples: list[Sample], settings: Settings, hooks: Hooks, *, version: int
+    samples: list[Sample], settings: Settings, hooks: Hooks, *, version: int, moments: RewardMoments | None = None
 ) -> tuple[TrainingBatch, Metrics]:
     """Return the rows of a round without advantages, and counts of dropped samples and groups.
 
     Failed samples, samples without a reward, and samples staler than run.max_staleness at weight version `version` are
-    dropped. Hooks are used for policy gradients only. Raises RecordError if a sample lacks a field that the algorithm
-    needs.
+    dropped. Hooks are used for policy gradients only. The rewards of the round are added to `moments`, which has those
+    of all earlier rounds, if the algorithm normalizes by them. Raises RecordError if a sample lacks a field that the
+    algorithm needs.
     """
     algorithm, rewards = settings.algorithm, None
     unrewarded = [s for s in samples if s.has_no_reward] if Need.REWARDS in algorithm.needs else []
@@ -55,7 +58,9 @@ def build_training_batch(
         _require_groups(algorithm.name, [(s.group_index, s.trajectory_id) for s in (*samples, *unrewarded)])
     build, shaped = BUILDERS[algorithm.trains_on], None if rewards is None else [rewards[1][i] for i in fresh]
     require_temperature([samples[i] for i in fresh], settings)
-    batch, drops = build([samples[i] for i in fresh], algorithm, settings.score, shaped)
+    batch, drops = build([samples[i] for i in fresh], algorithm, settings.score, shaped, moments)
+    if isinstance(algorithm, PolicyGradient):
+        drops |= mask_samples(batch, algorithm, settings.eval.success_threshold)
     if settings.train.use_rollout_routing_replay:
         for row, position in zip(batch.rows, batch.positions, strict=True):
             row.routed_experts = _routing(samples[fresh[position]])
@@ -97,14 +102,22 @@ def require_sampling_temperature(sample: Sample, settings: Settings) -> Sample:
 
 
 def build_sft_batch(
-    samples: Sequence[Sample], algorithm: Sft, score: ScoreSettings, shaped: Sequence[float] | None
+    samples: Sequence[Sample],
+    algorithm: Sft,
+    score: ScoreSettings,
+    shaped: Sequence[float] | None,
+    moments: RewardMoments | None,
 ) -> tuple[TrainingBatch, Metrics]:
     """Return a row for every demonstration."""
     return TrainingBatch([_row(sample) for sample in samples], [sample.trajectory_id for sample in samples]), {}
 
 
 def build_policy_batch(
-    samples: Sequence[Sample], algorithm: PolicyGradient, score: ScoreSettings, shaped: Sequence[float] | None = None
+    samples: Sequence[Sample],
+    algorithm: PolicyGradient,
+    score: ScoreSettings,
+    shaped: Sequence[float] | None = None,
+    moments: RewardMoments | None = None,
 ) -> tuple[TrainingBatch, Metrics]:
     """Return rows for the samples whose group carries signal, and counts of groups without it.
 
@@ -125,6 +138,7 @@ def build_policy_batch(
         samples=list(samples),
         rewards=rewards if shaped is None else list(shaped),
         compared=shaped is not None,
+        moments=moments or RewardMoments(),
     )
     batch.normalized_rewards = batch.rewards
     if Need.COMPONENTS in algorithm.needs and not batch.compared:
@@ -132,8 +146,13 @@ def build_policy_batch(
         batch.components = component_columns(samples, weights)
         attempts = [sample.group_index for sample in samples], [sample.trajectory_id for sample in samples]
         batch.normalized_rewards = decoupled_advantages(batch.components, weights, *attempts)
-    elif Need.GROUPS in algorithm.needs and not batch.compared:
-        batch.normalized_rewards = normalize_rewards(samples, rewards, algorithm)
+    elif not batch.compared:
+        if "running" in (algorithm.norm_kinds or ()):
+            batch.moments.add(list(attempt_rewards(samples, rewards).values()))
+        batch.normalized_rewards = normalize_rewards(samples, rewards, algorithm, batch.moments)
+    if (bound := algorithm.reward_clip) is not None:
+        metrics["rollout/reward_clip_frac"] = share_beyond(batch.normalized_rewards, bound)
+        batch.normalized_rewards = clamped(batch.normalized_rewards, bound)
     if algorithm.drop_zero_std_groups:
         groups, drops = _drop_without_signal(groups, list(batch.components.values()) or [rewards])
         metrics |= drops

@@ -38,7 +38,16 @@ READ_BY = {
     "drop_zero_std_groups": "slimectl/stages/training_batch.py",
     "calculate_per_token_loss": "slimectl/settings/policy_gradient.py",
     "fixed_length": "slimectl/settings/policy_gradient.py",
+    "reward_clip": "slimectl/stages/training_batch.py",
     "normalize_advantages": "slimectl/settings/policy_gradient.py",
+    "advantage_clip": "slimectl/algorithms/estimators.py",
+    "norm_mean_type": "slimectl/settings/policy_gradient.py",
+    "norm_std_type": "slimectl/settings/policy_gradient.py",
+    "max_len_mask": "slimectl/stages/sample_masks.py",
+    "difficulty_mask": "slimectl/stages/sample_masks.py",
+    "difficulty_low_threshold": "slimectl/stages/sample_masks.py",
+    "difficulty_high_threshold": "slimectl/stages/sample_masks.py",
+    "error_max_len_threshold": "slimectl/stages/sample_masks.py",
     "kl_coef": "slimectl/algorithms/estimators.py",
     "ref_load": "slimectl/settings/policy_gradient.py",
     "ref_update_interval": "slimectl/settings/policy_gradient.py",
@@ -131,11 +140,17 @@ def test_needs_follow_from_the_settings(changes: dict[str, float], needs: set[Ne
     assert grpo.needs == needs | {Need.REWARDS, Need.GROUPS}
 
 
-def batch(*, rewards: tuple[float, float] = (1.0, 0.0), **columns: list[float]) -> TrainingBatch:
+RAW = (1.0, 0.0)
+"""Rewards that an algorithm without a baseline does not compare."""
+
+
+def batch(
+    *, rewards: tuple[float, float] = RAW, compared: tuple[float, float] = (0.5, -0.5), **columns: list[float]
+) -> TrainingBatch:
     """Two answers of two tokens to one prompt."""
     rows = [TrainingSample([9, 1, 2], 2, [1.0, 1.0], **columns) for _ in rewards]
     samples = [Sample(index=i, tokens=[9, 1, 2], response_length=2) for i in range(2)]
-    return TrainingBatch(rows, [0, 1], samples, list(rewards), [0, 1], normalized_rewards=[0.5, -0.5])
+    return TrainingBatch(rows, [0, 1], samples, list(rewards), [0, 1], normalized_rewards=list(compared))
 
 
 def settings_of(name: str, **changes: float) -> PolicyGradient:
@@ -173,14 +188,15 @@ def test_rewards_that_a_user_compared_are_not_compared_again():
 
 
 def test_returns_are_discounted_and_a_teacher_needs_no_reward():
-    returns = reinforce(batch(), settings_of("reinforce_plus_plus", gamma=0.5))  # type: ignore[arg-type]
+    returns = reinforce(batch(compared=RAW), settings_of("reinforce_plus_plus", gamma=0.5))  # type: ignore[arg-type]
     assert lists(returns) == [[0.5, 1.0], [0.0, 0.0]]
     assert lists(without_rewards(batch(), settings_of("opd"))) == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def test_a_critic_is_the_baseline_of_every_token():
     # delta = (0 + 0.5 - 0.5, 1 - 0.5) = (0, 0.5); the first token adds 0.5 times the second's
-    advantages = critic_relative(batch(values=[0.5, 0.5]), settings_of("ppo", lambd=0.5))  # type: ignore[arg-type]
+    judged = batch(compared=RAW, values=[0.5, 0.5])
+    advantages = critic_relative(judged, settings_of("ppo", lambd=0.5))  # type: ignore[arg-type]
     assert lists(advantages) == [[0.25, 0.5], [-0.25, -0.5]]
 
 
@@ -194,7 +210,7 @@ def test_a_teachers_divergence_is_taken_from_the_advantage_of_each_token():
 
 
 def test_returns_with_a_critic_are_those_before_advantages_are_whitened():
-    judged = batch(values=[0.5, 0.5])
+    judged = batch(compared=RAW, values=[0.5, 0.5])
     settings = settings_of("ppo", lambd=0.5, normalize_advantages=True)
     advantages, _ = estimate_advantages(judged, settings, critic_relative)
     assert [row.returns for row in judged.rows] == [[0.75, 1.0], [0.25, 0.0]]  # values and (0.25, 0.5), (-0.25, -0.5)
