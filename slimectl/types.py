@@ -364,6 +364,7 @@ class Sample:
     teacher_log_probs: list[float] | None = None
     ref_log_probs: list[float] | None = None
     ref_temperature: float | None = None
+    turn_rewards: list[Any] | None = None
     remove_sample: bool = False
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
@@ -522,6 +523,29 @@ def detached_copy(sample: Sample) -> Sample:
 
 _LISTS = frozenset({"tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs", "ref_log_probs"})
 """Fields of a sample with a number per token."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnKey:
+    """Identity of a turn. A turn that several samples of an attempt share (branches) has one key."""
+
+    group: int
+    attempt: int
+    player: int
+    number: int
+    """Number of the turn among the player's turns in the attempt, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardedTurn:
+    """A turn of the policy with its reward: tokens [start, end) of the response of one sample."""
+
+    key: TurnKey
+    start: int
+    end: int
+    reward: float
+    state: str | None = None
+    """Key of the state in which the policy took the turn. Equal states have equal keys."""
 
 
 @dataclass(slots=True)

@@ -143,9 +143,15 @@ class Endpoint:
 
     async def reward(self, request: web.Request) -> web.StreamResponse:
         async def answer(session: Session) -> web.StreamResponse:
-            session.reward = reward_value(RequestBody.of(await _json(request)).raw("reward"))
-            if session.reward is None:
-                raise MessageError("reward", "must be a finite number or an object")
+            body = RequestBody.of(await _json(request))
+            if "turn_reward" in body:
+                session.reward_turn(body.raw("turn_reward"), body.raw("state"))
+            if "turn_rewards" in body:
+                session.reward_turns(body.raw("turn_rewards"))
+            if "reward" in body or not ("turn_reward" in body or "turn_rewards" in body):
+                session.reward = reward_value(body.raw("reward"))
+                if session.reward is None:
+                    raise MessageError("reward", "must be a finite number or an object")
             return web.json_response({"reward": session.reward})
 
         return await self._answer(request, answer)

@@ -261,6 +261,22 @@ class Session:
         """Return the number of tokens of a request's prompt. Raises EndpointError."""
         return len(self.tree.continuation(self._with_template_kwargs(request)).tokens)
 
+    def reward_turns(self, rewards: Any) -> None:
+        """Reward the responses so far, in order. Raises MessageError if there is not one number for each."""
+        if not isinstance(rewards, list) or len(rewards) != len(self.tree.turns):
+            message = f"must be a list with a number for each of the {len(self.tree.turns)} responses"
+            raise MessageError("turn_rewards", message)
+        for turn, value in zip(self.tree.turns, rewards, strict=True):
+            turn.reward = _turn_reward(value)
+
+    def reward_turn(self, reward: Any, state: Any = None) -> None:
+        """Reward the last response, which was given in `state`. Raises MessageError if there is none."""
+        if not self.tree.turns:
+            raise MessageError("turn_reward", "there is no response yet that could be rewarded")
+        if not isinstance(state, str | None):
+            raise MessageError("state", "must be a string, equal for equal states")
+        self.tree.turns[-1].reward, self.tree.turns[-1].state = _turn_reward(reward), state
+
     def samples(self, template: Sample) -> list[Sample]:
         """Return a sample for each branch. `metadata.agent` has the spans of its turns and the counts."""
         samples = self.tree.samples(template)
@@ -282,6 +298,14 @@ async def gathered(coroutines: Sequence[Coroutine[Any, Any, AgentReply]]) -> lis
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _turn_reward(value: Any) -> float:
+    """Return the reward of a turn. Raises MessageError if it is not a number."""
+    number = reward_value(value)
+    if not isinstance(number, int | float):
+        raise MessageError("turn_reward", "must be a finite number")
+    return float(number)
 
 
 def reward_value(value: Any) -> Any:

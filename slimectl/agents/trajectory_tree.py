@@ -7,6 +7,7 @@ or it comes from another agent, starts a new tree. Two answers to the same messa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,11 @@ class Turn:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     children: int = 0
+    reward: float | None = None
+    """Reward of this turn alone, if the agent or the environment gave one."""
+    state: str | None = None
+    """Key of the state in which it was taken."""
+    player: int = 0
 
     def path(self) -> Iterator[Turn]:
         """Yield this turn and its ancestors, the last one first."""
@@ -189,11 +195,29 @@ class TrajectoryTree:
             version_spans += answer.version_spans(start)
             spans.append([start, sample.response_length])
         sample.metadata["agent"] = {"turns": spans, **_requests(path)}
+        sample.turn_rewards = self._turn_rewards(path, spans)
         if len(set(sample.weight_versions)) > 1:
             sample.metadata[VERSION_SPANS] = version_spans
         sample.status = FINISHED.get(leaf.completion.finish_reason, Status.COMPLETED)
         sample.rollout_temperature = leaf.temperature or 1.0
         return sample
+
+    def _turn_rewards(self, path: Sequence[Turn], spans: Sequence[list[int]]) -> list[dict[str, Any]] | None:
+        """Return the rewards of a branch's turns, or None if no turn of the session has one. Missing ones are 0."""
+        if all(turn.reward is None for turn in self.turns):
+            return None
+        numbers: dict[int, int] = {}
+        counts: Counter[int] = Counter()
+        for turn in self.turns:
+            numbers[id(turn)] = counts[turn.player]
+            counts[turn.player] += 1
+        rewards = []
+        for turn, (start, end) in zip(path, spans, strict=True):
+            entry: dict[str, Any] = {"start": start, "end": end, "reward": turn.reward or 0.0}
+            entry["turn"] = numbers[id(turn)]
+            entry |= {"player": turn.player} if turn.player else {}
+            rewards.append(entry | ({"state": turn.state} if turn.state is not None else {}))
+        return rewards
 
     def _text(self, tokens: Sequence[int]) -> str:
         return response_text(self.tokenizer.decode, tokens, keep_special=self.keep_special)

@@ -21,7 +21,7 @@ from slimectl.algorithms.value_loss import generalized_advantages
 from slimectl.settings.needs import AlgorithmSection, Need
 from slimectl.settings.policy_gradient import PolicyGradient
 from slimectl.settings.rollout_algorithms import Ppo, ReinforcePlusPlus
-from slimectl.types import Metrics, Sample, TrainingSample
+from slimectl.types import Metrics, RewardedTurn, Sample, TrainingSample
 
 Estimator = Callable[["TrainingBatch", Any], list[Tensor]]
 """Returns the advantages of each row's tokens, [T] per row, from a batch and its algorithm's settings."""
@@ -58,6 +58,9 @@ class TrainingBatch:
 
     moments: RewardMoments = field(default_factory=RewardMoments)
     """Moments of the rewards of all rounds, this one included, if the algorithm normalizes by them."""
+
+    turns: list[list[RewardedTurn]] = field(default_factory=list)
+    """The rewarded turns of each of `samples`, for algorithms that need them."""
 
     @property
     def row_samples(self) -> list[Sample]:
@@ -108,14 +111,14 @@ def estimate_advantages(
             _divergence(row, sample.teacher_log_probs)
             for row, sample in zip(batch.rows, batch.row_samples, strict=True)
         ]
-        values = torch.cat([kl_T[_mask(row) != 0] for kl_T, row in zip(divergences, batch.rows, strict=True)])
+        values = torch.cat([kl_T[mask_of(row) != 0] for kl_T, row in zip(divergences, batch.rows, strict=True)])
         metrics["train/opd_reverse_kl"] = float(values.mean()) if len(values) else 0.0
         pairs = zip(advantages, divergences, strict=True)
         advantages = [advantages_T - teacher.kl_coef * kl_T for advantages_T, kl_T in pairs]
     if algorithm.whitens_advantages:
-        advantages = whitened(advantages, [_mask(row) for row in batch.rows])
+        advantages = whitened(advantages, [mask_of(row) for row in batch.rows])
     if isinstance(algorithm, PolicyGradient) and (bound := algorithm.advantage_clip) is not None:
-        trained = torch.cat([a_T[_mask(row) != 0] for a_T, row in zip(advantages, batch.rows, strict=True)])
+        trained = torch.cat([a_T[mask_of(row) != 0] for a_T, row in zip(advantages, batch.rows, strict=True)])
         metrics["rollout/advantage_clip_frac"] = share_beyond(trained.tolist(), bound)
         advantages = [advantages_T.clamp(-bound, bound) for advantages_T in advantages]
     return advantages, metrics
@@ -127,7 +130,7 @@ def penalized_rewards(batch: TrainingBatch, algorithm: PolicyGradient) -> list[f
     The sum of the token-level rewards of PPO from human feedback (Ouyang et al. 2022, arXiv:2203.02155, section 3.5).
     """
     return [
-        batch.normalized_rewards[i] - algorithm.kl_coef * float((_reference_kl(row) * _mask(row)).sum())
+        batch.normalized_rewards[i] - algorithm.kl_coef * float((reference_kl(row) * mask_of(row)).sum())
         for row, i in zip(batch.rows, batch.positions, strict=True)
     ]
 
@@ -140,7 +143,7 @@ def group_relative(batch: TrainingBatch, algorithm: PolicyGradient) -> list[Tens
     advantages = [batch.normalized_rewards[i] for i in batch.positions]
     if algorithm.kl_coef:
         advantages = [
-            batch.rewards[i] - algorithm.kl_coef * float((_reference_kl(row) * _mask(row)).sum())
+            batch.rewards[i] - algorithm.kl_coef * float((reference_kl(row) * mask_of(row)).sum())
             for row, i in zip(batch.rows, batch.positions, strict=True)
         ]
         if not batch.compared:
@@ -158,7 +161,7 @@ def group_relative_tokens(batch: TrainingBatch, algorithm: PolicyGradient) -> li
     REINFORCE++ with a baseline, Hu et al. 2025, arXiv:2501.03262.
     """
     return [
-        reward - algorithm.kl_coef * (_reference_kl(row) if algorithm.kl_coef else torch.zeros_like(_mask(row)))
+        reward - algorithm.kl_coef * (reference_kl(row) if algorithm.kl_coef else torch.zeros_like(mask_of(row)))
         for row, reward in zip(batch.rows, [batch.normalized_rewards[i] for i in batch.positions], strict=True)
     ]
 
@@ -184,18 +187,19 @@ def critic_relative(batch: TrainingBatch, algorithm: Ppo) -> list[Tensor]:
 
 def without_rewards(batch: TrainingBatch, algorithm: PolicyGradient) -> list[Tensor]:
     """Return zeros, from which the teacher divergence is subtracted later (Agarwal et al. 2023, arXiv:2306.13649)."""
-    return [torch.zeros_like(_mask(row)) for row in batch.rows]
+    return [torch.zeros_like(mask_of(row)) for row in batch.rows]
 
 
 def _token_inputs(batch: TrainingBatch, algorithm: PolicyGradient) -> list[tuple[float, Tensor | None, Tensor]]:
     """Return (reward, divergence from the reference if it is penalized, mask) of each row."""
     return [
-        (reward, _reference_kl(row) if algorithm.kl_coef else None, _mask(row))
+        (reward, reference_kl(row) if algorithm.kl_coef else None, mask_of(row))
         for row, reward in zip(batch.rows, [batch.normalized_rewards[i] for i in batch.positions], strict=True)
     ]
 
 
-def _reference_kl(row: TrainingSample) -> Tensor:
+def reference_kl(row: TrainingSample) -> Tensor:
+    """Return the k1 estimate of KL(policy || reference) at every token of a row (Schulman 2020)."""
     return _divergence(row, row.ref_log_probs)
 
 
@@ -204,7 +208,8 @@ def _divergence(row: TrainingSample, log_probs: list[float] | None) -> Tensor:
     return kl_estimate(_column(row.old_log_probs), _column(log_probs), "k1")
 
 
-def _mask(row: TrainingSample) -> Tensor:
+def mask_of(row: TrainingSample) -> Tensor:
+    """Return the loss weights of a row. Before a step they are its mask."""
     return _column(row.loss_weights)
 
 

@@ -27,6 +27,7 @@ from slimectl.algorithms.losses import PolicyLoss, SftLoss
 from slimectl.algorithms.preferences import LinearizedLoss
 from slimectl.algorithms.scoring import REFERENCE, TEACHER, ScoringPass
 from slimectl.algorithms.surrogates import SURROGATES, TokenRows
+from slimectl.algorithms.turn_advantages import state_relative, turn_reinforce, turn_relative
 from slimectl.algorithms.value_loss import PolicyAndValueLoss, ValueLoss
 from slimectl.settings import algorithm as names
 from slimectl.settings import rollout_algorithms as rollouts
@@ -129,6 +130,9 @@ ALGORITHMS: dict[str, Algorithm] = {
     "reinforce_plus_plus": Algorithm(rollouts.ReinforcePlusPlus, policy_loss, reinforce),
     "reinforce_plus_plus_baseline": Algorithm(rollouts.ReinforcePlusPlusBaseline, policy_loss, group_relative_tokens),
     "ppo": Algorithm(rollouts.Ppo, policy_loss, critic_relative, _critic_loss, _joint_loss),
+    "turn_grpo": Algorithm(rollouts.TurnGrpo, policy_loss, turn_relative),
+    "gigpo": Algorithm(rollouts.Gigpo, policy_loss, state_relative),
+    "step_reinforce": Algorithm(rollouts.StepReinforce, policy_loss, turn_reinforce),
     "opd": Algorithm(rollouts.Opd, policy_loss, without_rewards),
     "sft": Algorithm(names.Sft, _sft_loss),
     "dpo": Algorithm(names.Dpo, _pair_loss),

@@ -157,7 +157,7 @@ Generate = Callable[[list[int], SamplingParams], Awaitable[Completion]]
 FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 BROKEN_OFF = "broken_off"
-"""Metadata key of an interrupted turn. The value is [number of turns before it, its text so far]."""
+"""Metadata key of an interrupted turn. The value is [number of turns before it, its text so far, entries of turns]."""
 
 
 class Conversation:
@@ -183,9 +183,12 @@ class Conversation:
         self.sample = sample
         self.max_turns = max_turns
         # Progress of an interrupted sample: number of turns, and the text of its last turn so far.
-        turns, text = sample.metadata.pop(BROKEN_OFF, (0, ""))
+        turns, text, *entries = sample.metadata.pop(BROKEN_OFF, (0, ""))
         self.turns: int = turns
         self._turn_text: str = text
+        self._entries: list[dict[str, Any]] = entries[0] if entries else []
+        if sample.turn_rewards is not None:
+            sample.turn_rewards = self._entries
         self.over = False
         self._tokenizer = tokenizer
         self._generate = generate
@@ -203,15 +206,28 @@ class Conversation:
         if self.turns and params.seed is not None:
             params = dataclasses.replace(params, seed=(params.seed + self.turns) % (1 << 63))
         answer = await self._generate(self.sample.tokens, params)
+        if len(self._entries) == self.turns:
+            self._entries.append({"start": self.sample.response_length, "end": 0, "reward": 0.0})
         self.sample.append_response_tokens(answer.tokens, log_probs=answer.log_probs, text=answer.text)
+        self._entries[-1]["end"] = self.sample.response_length
         self.sample.status = FINISHED[answer.finish_reason]
         self.over = answer.finish_reason != "stop"
         text, self._turn_text = self._turn_text + answer.text, ""
         if answer.finish_reason == "abort":
-            self.sample.metadata[BROKEN_OFF] = [self.turns, text]
+            self.sample.metadata[BROKEN_OFF] = [self.turns, text, self._entries]
             return None
         self.turns += 1
         return text
+
+    def reward(self, reward: float, *, state: str | None = None) -> None:
+        """Reward the policy's last turn, which was taken in `state` (a key that equal states share).
+
+        Turns without a reward get 0. The reward of the whole attempt is a separate number, `sample.reward`.
+        """
+        if not self._entries:
+            raise ValueError("the policy has not taken a turn that could be rewarded. Call ask() first")
+        self._entries[-1] |= {"reward": float(reward)} | ({"state": state} if state is not None else {})
+        self.sample.turn_rewards = self._entries
 
     def tell(self, *messages: dict[str, Any]) -> None:
         """Add chat messages of other roles, rendered by the template, with the header of the next turn.

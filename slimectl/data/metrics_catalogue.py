@@ -155,6 +155,9 @@ def _answers() -> Definitions:
         "env/failures": ("episodes", "Mean episodes per sample that the environment aborted"),
         "env/timeouts": ("episodes", "Mean episodes per sample that exceeded rollout.env_timeout_s"),
         "env/turn_reward": ("", "Mean reward of a turn"),
+        "turn_reward/{turn}": ("", "Mean reward of the turns with this number, from 0 (the first 16)"),
+        "state_groups": ("states", "Different states in which turns of one prompt's attempts were taken"),
+        "state_group_size/{mean,max,min}": ("turns", "Turns that were taken in the same state"),
         "spec_accept_length": ("tokens", "Tokens per pass of the model, with speculative decoding"),
         "spec_accept_rate": ("", "Share of drafted tokens that were accepted, with speculative decoding"),
     }

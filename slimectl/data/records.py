@@ -29,6 +29,7 @@ from slimectl.data.checks import (
 )
 from slimectl.data.json_values import jsonable
 from slimectl.data.routed_experts import a_routing, routed_tokens
+from slimectl.data.turn_rewards import checked_turn_rewards
 from slimectl.errors import RecordError
 from slimectl.types import PrefixCacheCounts, Sample, SamplerState, SpeculationCounts, Status
 
@@ -54,6 +55,7 @@ CHECKS: dict[str, Check] = {
     "teacher_log_probs": optional(floats),
     "ref_log_probs": optional(floats),
     "ref_temperature": optional(a_number),
+    "turn_rewards": optional(checked_turn_rewards),
     "remove_sample": a_bool,
     "generate_function_path": optional(a_text),
     "custom_rm_path": optional(a_text),

@@ -23,6 +23,9 @@ class Need(StrEnum):
     COMPONENTS = "components"
     """Named components of every reward."""
 
+    TURN_REWARDS = "turn_rewards"
+    """A reward for every turn of the policy."""
+
     GROUPS = "groups"
     """Several responses to a prompt, which are compared with each other."""
 

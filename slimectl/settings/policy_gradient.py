@@ -290,3 +290,26 @@ class GroupNormalized(NormalizedRewards):
     @property
     def std_normalization(self) -> bool:
         return self.grpo_std_normalization
+
+
+class TurnCredit(ClippedRatio):
+    """Algorithms whose advantages come from the rewards of turns."""
+
+    turn_gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount factor of the rewards of later turns."""
+
+    outcome_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Add this times the reward of the attempt to its last turn, for example if a verifier grades the outcome. The
+    rewards that environments give to turns include the outcome."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return super().needs | {Need.TURN_REWARDS}
+
+    def conflicts(self, *, temperature: float) -> Iterator[str]:
+        if self.drop_zero_std_groups:
+            yield (
+                f"algorithm.drop_zero_std_groups: groups of equal rewards still have turns that differ, and "
+                f"algorithm.name {self.name} learns from them. Drop the key."
+            )
+        yield from super().conflicts(temperature=temperature)

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from slimectl.settings.needs import Baseline, CriticOptions, Need
-from slimectl.settings.policy_gradient import ClippedRatio, GroupNormalized, NormalizedRewards, RatioBounds
+from slimectl.settings.policy_gradient import ClippedRatio, GroupNormalized, NormalizedRewards, RatioBounds, TurnCredit
 
 
 class Grpo(GroupNormalized, ClippedRatio):
@@ -263,6 +263,49 @@ class Ppo(ReinforceFamily):
         )
 
 
+class TurnGrpo(GroupNormalized, TurnCredit):
+    """GRPO per turn: normalised returns of turns (Ding et al. 2025, arXiv:2511.14846)."""
+
+    name: Literal["turn_grpo"] = "turn_grpo"
+    """Which algorithm."""
+
+    turn_baseline: Literal["turn", "group", "batch"] = "turn"
+    """Compare the return of a turn with turns of the same number in its group, with all turns of its group, or with
+    all turns of the round."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return super().needs - ({Need.GROUPS} if self.turn_baseline == "batch" else set())
+
+
+class Gigpo(GroupNormalized, TurnCredit):
+    """Group-in-group policy optimisation: attempts are compared, and turns from equal states (arXiv:2505.10978)."""
+
+    name: Literal["gigpo"] = "gigpo"
+    """Which algorithm."""
+
+    turn_gamma: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """Discount factor of the rewards of later turns."""
+
+    step_reward_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the advantage among turns from the same state (omega)."""
+
+    episode_reward_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the advantage of the whole attempt."""
+
+
+class StepReinforce(ReinforceFamily, TurnCredit):
+    """REINFORCE per turn: discounted returns of turns, whitened over the round as in REINFORCE++ (arXiv:2501.03262)."""
+
+    baseline: ClassVar[Baseline] = "none"
+
+    name: Literal["step_reinforce"] = "step_reinforce"
+    """Which algorithm."""
+
+    turn_gamma: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """Discount factor of the rewards of later turns."""
+
+
 class Opd(ClippedRatio):
     """On-policy distillation: reverse KL to a teacher, token by token (Agarwal et al. 2023, arXiv:2306.13649)."""
 
@@ -304,6 +347,9 @@ RolloutAlgorithm = (
     | ReinforcePlusPlus
     | ReinforcePlusPlusBaseline
     | Ppo
+    | TurnGrpo
+    | Gigpo
+    | StepReinforce
     | Opd
 )
 """Settings of any algorithm that learns from rollouts, in the order of docs/algorithms.md."""

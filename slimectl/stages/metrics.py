@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import statistics
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from slimectl.algorithms.metrics import mean_and_spread, pass_at_k, pass_k_values, rollout_metrics, standard_deviation
+from slimectl.data.turn_rewards import numbered_turns
 from slimectl.rewards import components
 from slimectl.settings import Settings
 from slimectl.settings.run import TrackSettings
 from slimectl.settings.score import ScoreSettings
 from slimectl.stages.score import reward_number
-from slimectl.types import Metrics, Sample, Status, TrainingSample
+from slimectl.types import Metrics, Sample, Status, TrainingSample, TurnKey
 
 if TYPE_CHECKING:
     from slimectl.algorithms.estimators import TrainingBatch
@@ -24,13 +26,16 @@ LONG = 10_000
 REPETITIVE = 10
 """zlib compression ratio above which a text counts as repetitive."""
 
+REPORTED_TURNS = 16
+"""Number of turns whose mean rewards are metrics of their own."""
+
 
 def batch_metrics(samples: Sequence[Sample], batch: TrainingBatch, settings: Settings) -> Metrics:
     """Return the metrics of a round's samples and their rows, before the round's first step."""
     rewards = round_rewards(samples, batch, settings.score)
     details = round_metrics(samples, rewards, batch.normalized_rewards, settings) | row_metrics(batch.rows)
     details |= component_metrics("rollout/", samples, settings.score.reward_key)
-    return rollout_metrics(samples, rewards) | details
+    return rollout_metrics(samples, rewards) | details | turn_metrics(samples)
 
 
 def round_rewards(samples: Sequence[Sample], batch: TrainingBatch, settings: ScoreSettings) -> list[float]:
@@ -147,6 +152,32 @@ def pass_rates(prefix: str, groups: Sequence[int], right: Sequence[bool]) -> Met
         )
         for k in (pass_k_values(n) if n > 1 else [])
     }
+
+
+def turn_metrics(samples: Sequence[Sample]) -> Metrics:
+    """Return the mean reward of turns by their number, and the number and sizes of the groups of equal states.
+
+    A turn that several samples share counts once. Groups are of one prompt. Without turn rewards there are no metrics.
+    """
+    rewards: dict[TurnKey, float] = {}
+    states: dict[TurnKey, tuple[int, int, str]] = {}
+    for _, turns in numbered_turns(sample for sample in samples if sample.status is not Status.FAILED):
+        for key, entry in turns:
+            rewards[key] = float(entry["reward"])
+            if entry.get("state") is not None:
+                states[key] = key.group, key.player, entry["state"]
+    by_number: dict[int, list[float]] = {}
+    for key, reward in rewards.items():
+        by_number.setdefault(key.number, []).append(reward)
+    metrics = {
+        f"rollout/turn_reward/{number}": statistics.fmean(values)
+        for number, values in sorted(by_number.items())
+        if number < REPORTED_TURNS
+    }
+    if states:
+        sizes = list(Counter(states.values()).values())
+        metrics |= {"rollout/state_groups": float(len(sizes))} | _statistics("rollout/state_group_size", sizes)
+    return metrics
 
 
 def multi_turn(prefix: str, samples: Iterable[Sample]) -> Metrics:

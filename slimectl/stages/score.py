@@ -9,6 +9,7 @@ from slimectl.algorithms.scoring import REFERENCE, ScoringPass
 from slimectl.data.images import images_of
 from slimectl.data.json_values import NONE_REMEDY, kind_of
 from slimectl.data.streams import batched
+from slimectl.data.turn_rewards import checked_turn_rewards
 from slimectl.errors import HookError, RecordError, SlimectlError
 from slimectl.plugins.callables import error_location
 from slimectl.plugins.containment import in_one_line
@@ -89,8 +90,9 @@ def score(
     """Grade every sample in order. A `reference` also attaches its log-probabilities at `temperature`.
 
     `reward` returns a number, a dict from which settings.reward_key picks one, or a Grade, whose explanation is
-    stored in metadata.explanation. A Grader also grades many samples in one call and waits for many servers
-    concurrently. It reads up to settings.concurrency calls ahead from `samples`.
+    stored in metadata.explanation. The key turn_rewards of a dict is stored in the sample's field. A Grader also
+    grades many samples in one call and waits for many servers concurrently. It reads up to settings.concurrency calls
+    ahead from `samples`.
 
     With settings.none_reward = "skip" a sample whose reward is None keeps no reward, and metadata.no_reward has the
     reason. A sample that exceeded its time limit twice gets reward 0, and metadata.reward_error has the reason. A
@@ -156,6 +158,9 @@ def _attach_rewards(
                 number = _number(reward, settings.reward_key, sample, skip_none=settings.none_reward == "skip")
             except HookError as error:  # the sample keeps its earlier reward
                 raise HookError(f"{_prefix(grader, sample)}{error}") from None
+            if isinstance(reward, dict) and "turn_rewards" in reward:
+                reward = dict(reward)
+                sample.turn_rewards = _turn_rewards(reward.pop("turn_rewards"), _prefix(grader, sample), sample)
             sample.reward = None if number is None else reward
             sample.metadata.pop(NO_REWARD, None)
             if number is None:
@@ -208,6 +213,14 @@ def report_grading(
             f"`slimectl score --check`, or raise a limit, and continue with --resume"
         )
     logger.warning(f"{message}: their reward is 0")
+
+
+def _turn_rewards(value: Any, prefix: str, sample: Sample) -> list[Any] | None:
+    """Return the turn rewards of a reward function. Raises HookError if they have another form."""
+    try:
+        return None if value is None else checked_turn_rewards(value)
+    except ValueError as error:
+        raise HookError(f"{prefix}turn_rewards of sample {sample.index}: {error}. Fix the reward function") from None
 
 
 def _sample_range(samples: list[Sample]) -> str:

@@ -70,8 +70,8 @@ class SignalCount:
 def missing_signal(batch: TrainingBatch, settings: Settings, hooks: Hooks) -> str:
     """Return why the rewards of a round carry no signal, or "" if they do.
 
-    A teacher, and the user's own advantages or loss, give a signal without rewards. A single response is not compared
-    with others, so its own advantage counts.
+    A teacher, rewards of turns, and the user's own advantages or loss give a signal without rewards. A single response
+    is not compared with others, so its own advantage counts.
     """
     algorithm = settings.algorithm
     if algorithm.trains_on != "rollouts" or hooks.loss is not None:
@@ -83,7 +83,11 @@ def missing_signal(batch: TrainingBatch, settings: Settings, hooks: Hooks) -> st
     if not any(a and w for advantages, weights in weighted for a, w in zip(advantages, weights, strict=False)):
         within = "" if batch.any_group_differs else "the rewards of every group were equal"
         return same or within or "every advantage was 0"
-    if Need.TEACHER in algorithm.needs or hooks.advantages is not None or hooks.post_process_rows is not None:
+    if (
+        {Need.TEACHER, Need.TURN_REWARDS} & algorithm.needs
+        or hooks.advantages is not None
+        or hooks.post_process_rows is not None
+    ):
         return ""
     if Need.GROUPS in algorithm.needs and not batch.compared and not batch.any_group_differs:
         return same or "the rewards of every group were equal"

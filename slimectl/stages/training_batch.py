@@ -10,6 +10,7 @@ from slimectl.algorithms.metrics import zero_std_groups
 from slimectl.algorithms.normalization import RewardMoments, clamped, share_beyond
 from slimectl.data.images import images_of
 from slimectl.data.routed_experts import Routing, routed_tokens
+from slimectl.data.turn_rewards import rewarded_turns
 from slimectl.errors import RecordError
 from slimectl.settings import Settings
 from slimectl.settings.algorithm import Sft
@@ -140,6 +141,8 @@ def build_policy_batch(
         compared=shaped is not None,
         moments=moments or RewardMoments(),
     )
+    if Need.TURN_REWARDS in algorithm.needs:
+        batch.turns = rewarded_turns(samples, algorithm.name)
     batch.normalized_rewards = batch.rewards
     if Need.COMPONENTS in algorithm.needs and not batch.compared:
         weights = component_weights(algorithm, score)

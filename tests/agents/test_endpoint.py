@@ -16,7 +16,7 @@ from slimectl.agents.endpoint import SessionServer
 from slimectl.agents.session import Session, SessionLimits
 from slimectl.errors import SettingsError
 from slimectl.system.client import Background
-from slimectl.types import Completion, SamplingParams
+from slimectl.types import Completion, Sample, SamplingParams
 
 TEXTS = ["the sum", "let me add" + call_text(a=3), "seven"]
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -141,6 +141,27 @@ def test_completions_models_and_a_posted_reward(endpoint: Endpoint):
     endpoint.post("/reward", reward=0.5)
     assert endpoint.session.reward == 0.5
     assert endpoint.refusal("/reward", reward="high")[0] == 400
+
+
+def test_responses_are_rewarded_one_by_one_or_together(endpoint: Endpoint):
+    assert "no response yet" in str(endpoint.refusal("/reward", turn_reward=1.0))
+    endpoint.post("/v1/chat/completions", messages=[USER])
+    endpoint.post("/reward", turn_reward=0.5, state="room 3")
+    endpoint.post("/v1/chat/completions", messages=[USER, {"role": "user", "content": "more"}])
+    [second, first] = endpoint.session.samples(Sample())
+    turns = [*(first.turn_rewards or []), *(second.turn_rewards or [])]
+    assert [(turn["turn"], turn["reward"], turn.get("state")) for turn in turns] == [(0, 0.5, "room 3"), (1, 0.0, None)]
+    endpoint.post("/reward", turn_rewards=[0.25, 1], reward=2.0)
+    samples = endpoint.session.samples(Sample())
+    assert [turn["reward"] for sample in samples for turn in sample.turn_rewards or []] == [1.0, 0.25]
+    assert endpoint.session.reward == 2.0
+    for body in (
+        {"turn_rewards": [1.0]},
+        {"turn_rewards": 1.0},
+        {"turn_reward": "high"},
+        {"turn_reward": 1, "state": 3},
+    ):
+        assert endpoint.refusal("/reward", **body)[0] == 400
 
 
 @pytest.mark.parametrize(

@@ -303,3 +303,19 @@ def test_a_session_gives_the_template_the_arguments_of_the_settings_and_a_reques
     ask(session, [user("x")])
     ask(session, [user("y")], chat_template_kwargs={"day": "Monday "})
     assert [tokenizer.decode(tokens) for tokens, _, _ in engine.log] == ["calm x", "calm Monday y"]
+
+
+def test_a_turn_that_branches_share_has_one_number_and_its_reward_in_each():
+    tokenizer = merging_tokenizer()
+    session = session_of(ScriptedEngine(lambda i: [*tokenizer.encode("abc"[i % 3]), tokenizer.eos_token_id], tokenizer),
+                         tokenizer)  # fmt: skip
+    first = [user("?"), ask(session, [user("?")])]
+    for text in ("left", "right"):
+        ask(session, [*first, user(text)])
+    assert [sample.turn_rewards for sample in session.samples(Sample())] == [None, None]
+    session.reward_turns([1.0, 2, 3.5])
+    right, left = session.samples(Sample())
+    for sample, number, reward in ((left, 1, 2.0), (right, 2, 3.5)):
+        turns = sample.turn_rewards or []
+        assert [(turn["turn"], turn["reward"]) for turn in turns] == [(0, 1.0), (number, reward)]
+        assert [[turn["start"], turn["end"]] for turn in turns] == sample.metadata["agent"]["turns"]

@@ -29,6 +29,7 @@ OURS = {
     "build_tries": "our own sharing of prefixes; its intervals cite",
     "environment_metrics": "means and counts",
     "check_tokens": "a check of shapes",
+    "mask_of": "a column",
     "count_failures": "a count",
     "agent_metrics": "means and counts",
     "mean_and_spread": "a mean, a deviation and bounds",

@@ -61,6 +61,10 @@ READ_BY = {
     "gdpo_weights": "slimectl/stages/score.py",
     "gamma": "slimectl/algorithms/estimators.py",
     "lambd": "slimectl/algorithms/estimators.py",
+    **dict.fromkeys(
+        ("turn_gamma", "turn_baseline", "outcome_weight", "step_reward_weight", "episode_reward_weight"),
+        "slimectl/algorithms/turn_advantages.py",
+    ),
     "value_clip": "slimectl/algorithms/registry.py",
     "value_coef": "slimectl/algorithms/registry.py",
     "critic": "slimectl/settings/rollout_algorithms.py",

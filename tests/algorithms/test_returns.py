@@ -7,7 +7,9 @@ from slimectl.algorithms.estimators import (
     TrainingBatch,
     discounted,
     estimate_advantages,
+    mask_of,
     penalized_rewards,
+    reference_kl,
     reinforce,
     reinforce_returns,
     whitened,
@@ -58,6 +60,12 @@ def test_whitening_is_over_all_kept_tokens_of_the_batch():
 def test_values_without_spread_whiten_to_exact_zeros(values):
     value_T = tensor(*values)
     assert whitened([value_T], [torch.ones_like(value_T)])[0].tolist() == [0.0] * len(values)
+
+
+def test_the_divergence_of_a_row_is_the_difference_of_log_probabilities():
+    row = TrainingSample([1, 2, 3], 2, [1.0, 0.0], old_log_probs=[-1.0, -2.0], ref_log_probs=[-1.5, -1.5])
+    assert reference_kl(row).tolist() == [0.5, -0.5]
+    assert mask_of(row).tolist() == [1.0, 0.0]
 
 
 def test_rewards_less_the_divergence_are_those_of_whole_answers():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
 from slimectl.checkpoints.create import CHATML, byte_tokenizer
 from slimectl.data.chat import Conversation, following, render
+from slimectl.data.records import sample_from_json, sample_to_json
+from slimectl.data.turn_rewards import policy_turns
 from slimectl.errors import SettingsError
 from slimectl.types import Completion, Prompt, Sample, SamplingParams, Status
 
@@ -202,3 +205,51 @@ def test_a_turn_that_was_broken_off_goes_on_where_it_stopped():
     talk = asyncio.run(talked())
     assert (talk.turns, talk.sample.metadata, talk.sample.status) == (1, {}, Status.COMPLETED)
     assert talk.sample.mask() == [1] * 18
+
+
+def test_turns_are_rewarded_and_those_without_a_reward_get_0():
+    text = tokenizer()
+
+    async def talked() -> Conversation:
+        talk = conversation(text, Scripted(text, "a", "b", "c"))
+        with pytest.raises(ValueError, match="has not taken a turn"):
+            talk.reward(1.0)
+        await talk.ask()
+        assert talk.sample.turn_rewards is None
+        talk.tell({"role": "user", "content": "go on"})
+        await talk.ask()
+        talk.reward(1, state="room 3")
+        talk.tell({"role": "user", "content": "go on"})
+        await talk.ask()
+        return talk
+
+    sample = asyncio.run(talked()).sample
+    turns = sample.turn_rewards or []
+    assert [(turn["reward"], turn.get("state")) for turn in turns] == [(0.0, None), (1.0, "room 3"), (0.0, None)]
+    assert [(turn["start"], turn["end"]) for turn in turns] == policy_turns(sample)
+
+
+def test_rewards_of_turns_survive_an_interruption():
+    text = tokenizer()
+
+    async def talked() -> Sample:
+        talk = conversation(text, Scripted(text, "a", "b"))
+        await talk.ask()
+        talk.reward(0.5)
+        talk.tell({"role": "user", "content": "go on"})
+
+        async def broken(tokens: list[int], params: SamplingParams) -> Completion:
+            return Completion([70], [-0.5], "F", "abort")
+
+        talk._generate = broken
+        assert await talk.ask() is None
+        kept = sample_from_json(json.loads(json.dumps(sample_to_json(talk.sample))))
+        rest = Conversation(kept, text, Scripted(text, "b"), SamplingParams(max_tokens=200))
+        await rest.ask()
+        rest.reward(1.0)
+        return rest.sample
+
+    sample = asyncio.run(talked())
+    turns = sample.turn_rewards or []
+    assert [turn["reward"] for turn in turns] == [0.5, 1.0]
+    assert [(turn["start"], turn["end"]) for turn in turns] == policy_turns(sample)

@@ -19,7 +19,7 @@ from agents.sessions import ScriptedEngine, call_text, merging_tokenizer
 
 from slimectl.agents.environments.agent import EnvironmentAgent, EnvironmentOptions, specification_of
 from slimectl.agents.environments.episode import EnvironmentHost, OutputTail
-from slimectl.agents.environments.port import EVALUATION_SEEDS
+from slimectl.agents.environments.port import EVALUATION_SEEDS, Observation
 from slimectl.agents.environments.verifiers import _check_version
 from slimectl.errors import BackendError, RecordError, SettingsError, SlimectlError
 from slimectl.runtime.builders.data import prompts
@@ -95,6 +95,38 @@ def test_tokens_are_those_that_were_sampled_and_only_they_are_taught(play: Play,
     assert sum(sample.loss_mask or []) == sum(map(len, answers))
     for prompt, answer, _ in play.engine.log:  # every request went on from all tokens before it
         assert sample.tokens[: len(prompt) + len(answer)] == prompt + answer
+
+
+def test_a_turn_has_its_reward_and_the_state_it_was_taken_in(play: Play, guess: EnvironmentAgent):
+    [sample] = play(guess, ["seven", wrong(3), wrong(3), str(number_of(3))], task(3))
+    spans, turns = sample.metadata["agent"]["turns"], sample.turn_rewards or []
+    assert [[turn["start"], turn["end"]] for turn in turns] == spans
+    assert [(turn["turn"], turn["reward"]) for turn in turns] == [(0, 0.0), (1, 0.1), (2, 0.1), (3, 1.0)]
+    first, after_error, hinted, again = (turn["state"] for turn in turns)
+    assert first == after_error  # an invalid action changes no state
+    assert hinted == again != first  # the same hint
+    [other] = play(guess, [str(number_of(5))], task(5))
+    assert (other.turn_rewards or [])[0]["state"] == first  # the same words, in another episode
+
+
+def test_an_environment_may_name_its_states_and_long_ones_are_hashed():
+    named = Observation([{"role": "user", "content": "you are in room 3"}], state="room 3")
+    assert named.state_key() == "room 3"
+    assert Observation.read({"messages": [], "state": "room 3"}).state_key() == "room 3"
+    long = Observation(state="x" * 33)
+    assert len(long.state_key()) == 16
+    assert long.state_key() != Observation(state="x" * 34).state_key()
+
+
+def test_players_of_a_game_have_turns_of_their_own(play: Play):
+    second, first = play(play.agent("Duel", {}), ["a", "b"])
+    # Both rewards come after the second player's move, and each goes to the player's own last turn.
+    assert [(turn["turn"], turn.get("player", 0), turn["reward"]) for turn in first.turn_rewards or []] == [
+        (0, 0, -1.0)
+    ]
+    assert [(turn["turn"], turn.get("player", 0), turn["reward"]) for turn in second.turn_rewards or []] == [
+        (0, 1, 1.0)
+    ]
 
 
 def test_the_seed_alone_decides_an_episode_whatever_others_draw(play: Play, guess: EnvironmentAgent):

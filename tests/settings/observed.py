@@ -48,6 +48,10 @@ def attempts(rewards: Sequence[Sequence[float]] = REWARDS) -> list[Sample]:
             sample.reward = {"score": reward, "other": 1 - reward}
             sample.rollout_log_probs, sample.ref_log_probs, sample.teacher_log_probs = columns
             sample.weight_versions = ["0"]
+            sample.turn_rewards = [
+                {"reward": 0.1 * group, "start": 0, "end": 2, "turn": 0, "state": "start"},
+                {"reward": reward, "start": 2, "end": length, "turn": 1, "state": "end" if i else "start"},
+            ]
             sample.metadata = {"kind": "even" if i % 2 else "odd"}
             samples.append(sample)
     return samples

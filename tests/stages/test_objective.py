@@ -41,6 +41,7 @@ def attempts() -> list[Sample]:
             tokens=[65 + group, 66, *range(100 + 10 * i, 100 + 10 * i + length)],
             response_length=length,
             reward=reward,
+            turn_rewards=[{"reward": reward, "state": "start"}],
             status=Status.COMPLETED,
             weight_versions=["0"],
         )
@@ -85,6 +86,9 @@ ADVANTAGES = {
     "maxrl": [2.0, -1.0, -1.0, 0.5, 0.5, -1.0],  # over means of 1/3 and 2/3
     "reinforce_plus_plus": RETURNS,
     "reinforce_plus_plus_baseline": [(value + 0.1) / C_STD for value in CENTRED],
+    "turn_grpo": NORMALIZED,  # of attempts of one turn, as grpo
+    "gigpo": [2 * value for value in NORMALIZED],  # the attempt's, and the same among its equal states
+    "step_reinforce": RETURNS,
 }
 PER_TOKEN = [1 / 20] * 6  # 20 tokens in all
 PER_ROLLOUT = [1 / 12, 1 / 24, 1 / 24] * 2  # 6 rollouts of 2 or 4 tokens

@@ -6,7 +6,7 @@ import pytest
 
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
-from slimectl.stages.metrics import component_metrics, repeats, round_metrics, round_perf, row_metrics
+from slimectl.stages.metrics import component_metrics, repeats, round_metrics, round_perf, row_metrics, turn_metrics
 from slimectl.types import Sample, Status, TrainingSample
 
 
@@ -135,3 +135,24 @@ def test_tokens_a_second_follow_from_samples_and_times():
     samples[1].non_generation_time = 0.5
     tools = {name.rpartition("/")[2]: value for name, value in round_perf(samples, {}, gpus=1)}
     assert tools == {"mean": 0.25, "max": 0.5, "min": 0.0}
+
+
+def test_rewards_of_turns_are_told_by_number_and_states_by_the_size_of_their_groups():
+    assert turn_metrics([sample(0, 1.0)]) == {}
+    turns = [{"reward": 1.0, "state": "a"}, {"reward": 3.0, "state": "a"}]
+    shared = {"reward": 5.0, "state": "b", "turn": 0}  # in two samples of an attempt
+    found = turn_metrics([
+        sample(0, 1.0, turn_rewards=turns), sample(1, 1.0, group=1, turn_rewards=turns[:1]),
+        sample(2, 1.0, rollout_id=2, turn_rewards=[shared]), sample(3, 1.0, rollout_id=2, turn_rewards=[shared, 0.5]),
+    ])  # fmt: skip
+    assert found == {
+        "rollout/turn_reward/0": pytest.approx((1 + 1 + 5) / 3),
+        "rollout/turn_reward/1": pytest.approx((3 + 0.5) / 2),
+        "rollout/state_groups": 3.0,  # a of group 0 twice, a of group 1, b
+        "rollout/state_group_size/mean": pytest.approx(4 / 3),
+        "rollout/state_group_size/max": 2.0,
+        "rollout/state_group_size/min": 1.0,
+    }
+    assert set(turn_metrics([sample(0, 1.0, turn_rewards=[0.0] * 20)])) == {
+        f"rollout/turn_reward/{n}" for n in range(16)
+    }

@@ -196,3 +196,13 @@ def test_a_function_of_ones_own_is_explained_by_what_it_returned(tmp_path: Path)
     path = f"{tmp_path}/graders.py:half"
     verdict = builders.reward(Settings.model_validate({"score": {"custom_rm_path": path}})).explain(answered("x"))
     assert (verdict.reward, verdict.why) == ({"score": 0.5}, f"{path} returned {{'score': 0.5}}")
+
+
+def test_a_reward_function_may_reward_turns():
+    def by_turn(sample: Sample) -> dict[str, object]:
+        return {"score": 1.0, "turn_rewards": [0.5, {"reward": 1, "state": "end"}] if sample.index else "all"}
+
+    [scored] = score([answered("x", 1)], by_turn, ScoreSettings(), executor=LocalExecutor())
+    assert (scored.reward, scored.turn_rewards) == ({"score": 1.0}, [0.5, {"reward": 1, "state": "end"}])
+    with pytest.raises(HookError, match=r"turn_rewards of sample 0: .* got str\. Fix the reward"):
+        list(score([answered("x", 0)], by_turn, ScoreSettings(), executor=LocalExecutor()))

@@ -51,16 +51,19 @@ class EnvironmentOptions:
 
 @dataclass(slots=True)
 class Transcript:
-    """What happened in one episode. `players` has the player of each turn."""
+    """What happened in one episode. `players` has the player of each turn, `states` the state in which it was taken."""
 
     session: Session
     chats: dict[int, Messages] = field(default_factory=lambda: defaultdict(list))
     tools: Messages = field(default_factory=list)
     players: list[int] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
     rewards: list[dict[int, Any]] = field(default_factory=list)
     errors: int = 0
     is_cut: bool = False
     info: dict[str, Any] = field(default_factory=dict)
+    _state: dict[int, str] = field(default_factory=dict)
+    """The state that each player has seen last."""
 
     def add(self, observation: Observation) -> None:
         """Add what the environment returned at the beginning or after an action."""
@@ -72,11 +75,34 @@ class Transcript:
         chat = [] if observation.replaces_chat else self.chats[observation.player]
         if not observation.is_done:
             self.chats[observation.player] = [*chat, *observation.messages]
+            if observation.state is not None or not observation.is_error or observation.player not in self._state:
+                self._state[observation.player] = observation.state_key()
+
+    def add_turn(self, player: int, chat: Messages) -> None:
+        """Add a turn of the policy, after which the player's chat is `chat`."""
+        self.players.append(player)
+        self.states.append(self._state[player])
+        self.chats[player] = chat
 
     def add_ending(self, observation: Observation) -> None:
         """Add the rewards that were still due when an episode ended early."""
         self.info |= observation.info
         self.rewards[-1] = self.rewards[-1] | observation.rewards
+
+    def reward_turns(self) -> None:
+        """Give every turn its state and reward. A player's reward for another's turn goes to the player's last turn.
+
+        Rewards that are objects are not rewards of turns.
+        """
+        turns = self.session.tree.turns
+        for turn, player, state in zip(turns, self.players, self.states, strict=True):
+            turn.player, turn.state, turn.reward = player, state, 0.0
+        for number, rewards in enumerate(self.rewards):
+            for player, reward in rewards.items():
+                own = [i for i, other in enumerate(self.players) if other == player]
+                if own and isinstance(reward, int | float):
+                    earned = turns[max((i for i in own if i <= number), default=own[0])]
+                    earned.reward = (earned.reward or 0.0) + float(reward)
 
     def reward(self, player: int) -> Any:
         """Return a player's reward: the sum of numbers, or the last object. None if there was no reward."""
@@ -185,8 +211,7 @@ class EnvironmentAgent:
         request = self._request(transcript.chats[player], transcript.tools)
         reply = await transcript.session.answer(request)
         answer = reply.answer
-        transcript.players.append(player)
-        transcript.chats[player] = [*request.messages, answer_message(answer.parts, answer.call_ids)]
+        transcript.add_turn(player, [*request.messages, answer_message(answer.parts, answer.call_ids)])
         return answer
 
     def _request(self, chat: Messages, tools: Messages) -> ChatRequest:
@@ -202,6 +227,7 @@ class EnvironmentAgent:
     def _samples(
         self, transcript: Transcript, sample: Sample, report: dict[str, Any], *, gives_reward: bool
     ) -> Iterator[Sample]:
+        transcript.reward_turns()
         leaves = [turn for turn in transcript.session.tree.turns if not turn.children]
         of_turn = dict(zip(transcript.session.tree.turns, transcript.players, strict=True))
         several = len(set(transcript.players)) > 1

@@ -42,8 +42,9 @@ class Gymnasium(Environment):
 
     def reset(self, task: Task) -> Observation:
         observation, _ = self._env.reset(seed=task.seed)
-        text = "\n\n".join(filter(None, (self._instruction, self._text(observation))))
-        return Observation([{"role": "user", "content": text}])
+        state = self._text(observation)
+        text = "\n\n".join(filter(None, (self._instruction, state)))
+        return Observation([{"role": "user", "content": text}], state=state)
 
     def step(self, action: Action) -> Observation:
         value = self._action(action.text)
@@ -51,8 +52,9 @@ class Gymnasium(Environment):
             message = {"role": "user", "content": f"This is no valid action. {self._form(self._env.action_space)}"}
             return Observation([message], {0: 0.0}, is_error=True)
         observation, reward, terminated, truncated, _ = self._env.step(value)
-        is_done = bool(terminated or truncated)
-        return Observation([{"role": "user", "content": self._text(observation)}], {0: float(reward)}, is_done=is_done)
+        is_done, state = bool(terminated or truncated), self._text(observation)
+        message = {"role": "user", "content": state}
+        return Observation([message], {0: float(reward)}, is_done=is_done, state=state)
 
     def close(self) -> Observation:
         self._env.close()

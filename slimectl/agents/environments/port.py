@@ -6,6 +6,8 @@ environment can run in another Python than slimectl.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -15,6 +17,8 @@ Messages = list[dict[str, Any]]
 
 EVALUATION_SEEDS = 1_000_000_000
 """First seed of the split `eval`. The seeds of `train` start at 0."""
+LONGEST_STATE = 32
+"""Characters of a state that are kept. A longer one is identified by its hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class Observation:
 
     messages: Messages = field(default_factory=list)
     rewards: dict[int, Any] = field(default_factory=dict)
-    """Rewards by player: numbers, which are summed over the turns, or an object at the end."""
+    """Rewards by player: numbers, which are kept for each turn and summed, or an object at the end."""
     is_done: bool = False
     is_error: bool = False
     """Whether the last action was invalid. The environment has reported this to the policy and continues."""
@@ -67,6 +71,14 @@ class Observation:
     replaces_chat: bool = False
     info: dict[str, Any] = field(default_factory=dict)
     """Additional values for the sample's metadata, as JSON."""
+    state: str | None = None
+    """The state that the policy acts in next, for algorithms that compare actions in equal states. Default: the
+    messages, or the state before an invalid action."""
+
+    def state_key(self) -> str:
+        """Return the state, shortened to a hash if it is long."""
+        text = self.state if self.state is not None else json.dumps(self.messages, sort_keys=True, default=str)
+        return text if len(text) <= LONGEST_STATE else hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Observation:
