@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from slimectl.types import Completion, Loss, Metrics, Prompt, Sample, SamplingParams, TableRow, TrainingSample
+from slimectl.types import (
+    Completion,
+    Loss,
+    Metrics,
+    Prompt,
+    Sample,
+    SamplingParams,
+    TableRow,
+    TopTokens,
+    TrainingSample,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -66,6 +76,10 @@ class Policy(Protocol):
         """Return log p(token) of every response token at the rollout temperature, without gradients. R floats a row."""
         ...
 
+    def top_log_probs(self, rows: Sequence[TrainingSample], k: int) -> list[list[TopTokens]]:
+        """Return the k likeliest tokens in place of every response token, like `log_probs`. R lists a row."""
+        ...
+
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
         """Accumulate the gradient of `loss` over all rows (the global batch). Return summed metrics, with "loss"."""
         ...
@@ -101,6 +115,10 @@ class LogProbModel(Protocol):
 
     def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         """Return log-probabilities like `Policy.log_probs`."""
+        ...
+
+    def top_log_probs(self, rows: Sequence[TrainingSample], k: int) -> list[list[TopTokens]]:
+        """Return the k likeliest tokens in place of every response token, like `Policy.top_log_probs`."""
         ...
 
     def close(self) -> None: ...

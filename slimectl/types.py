@@ -167,7 +167,7 @@ class SamplingParams:
 
 
 TopTokens = list[tuple[int, float]]
-"""The likeliest tokens at one position with their log-probabilities, likeliest first."""
+"""The likeliest tokens at one position with their log-probabilities, likeliest first. A pair of a record is a list."""
 
 VersionSpan = list[Any]
 """[weight version, start, end]: the version wrote the tokens [start, end) of a response."""
@@ -362,6 +362,7 @@ class Sample:
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
     teacher_log_probs: list[float] | None = None
+    teacher_top_log_probs: list[TopTokens] | None = None
     ref_log_probs: list[float] | None = None
     ref_temperature: float | None = None
     turn_rewards: list[Any] | None = None
@@ -521,8 +522,10 @@ def detached_copy(sample: Sample) -> Sample:
     return Sample(**values)
 
 
-_LISTS = frozenset({"tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs", "ref_log_probs"})
-"""Fields of a sample with a number per token."""
+_LISTS = frozenset(
+    {"tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs", "teacher_top_log_probs", "ref_log_probs"}
+)
+"""Fields of a sample with a number, or a list that is never changed, per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -565,6 +568,10 @@ class TrainingSample:
     old_log_probs: list[float] | None = None
     ref_log_probs: list[float] | None = None
     rollout_log_probs: list[float] | None = None
+    teacher_top_log_probs: list[TopTokens] | None = None
+    """The teacher's likeliest tokens in place of each token. Empty where nothing is distilled."""
+    teacher_weight: float = 1.0
+    """Factor of the divergence from the teacher."""
     values: list[float] | None = None
     returns: list[float] | None = None
     group: int = 0
@@ -629,6 +636,12 @@ class TokenBatch:
 
     targets_T: Tensor | None = None
     """Token ids of the response."""
+
+    divergence_T: Tensor | None = None
+    """Divergence of the policy's distributions from the teacher's, with gradients, for a loss with a `divergence`."""
+
+    teacher_weights_T: Tensor | None = None
+    """Factors of the divergence. Absent if all are 1."""
 
     has_weight: bool | None = None
     """Whether any weight is not 0. None if the host does not know."""

@@ -106,7 +106,8 @@ def estimate_advantages(
     if Need.CRITIC in algorithm.needs:
         for row, advantages_T in zip(batch.rows, advantages, strict=True):
             row.returns = (advantages_T + _column(row.values)).tolist()
-    if teacher := algorithm.teacher_options:
+    teacher = algorithm.teacher_options
+    if teacher is not None and teacher.divergence == "token":
         divergences = [
             _divergence(row, sample.teacher_log_probs)
             for row, sample in zip(batch.rows, batch.row_samples, strict=True)
@@ -114,7 +115,8 @@ def estimate_advantages(
         values = torch.cat([kl_T[mask_of(row) != 0] for kl_T, row in zip(divergences, batch.rows, strict=True)])
         metrics["train/opd_reverse_kl"] = float(values.mean()) if len(values) else 0.0
         pairs = zip(advantages, divergences, strict=True)
-        advantages = [advantages_T - teacher.kl_coef * kl_T for advantages_T, kl_T in pairs]
+        weights = [teacher.kl_coef * row.teacher_weight for row in batch.rows]
+        advantages = [a_T - weight * kl_T for weight, (a_T, kl_T) in zip(weights, pairs, strict=True)]
     if algorithm.whitens_advantages:
         advantages = whitened(advantages, [mask_of(row) for row in batch.rows])
     if isinstance(algorithm, PolicyGradient) and (bound := algorithm.advantage_clip) is not None:

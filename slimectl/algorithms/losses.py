@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from slimectl.algorithms.distillation import Divergence
 from slimectl.algorithms.importance_sampling import engine_mismatch_metrics, importance_weights, rejection_mask
 from slimectl.algorithms.kl import approx_kl_metrics, kl_estimate, unbiased_kl_estimate
 from slimectl.algorithms.surrogates import PpoClip, Surrogate, TokenRows, opsm_mask, ratio_bound_metrics
@@ -27,7 +28,7 @@ PARTS = ("pg_loss", "kl_loss", "entropy_loss", "sft_loss", "positive_sft_loss", 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Policy gradient loss: pg_loss + kl_loss_coef * kl_loss - entropy_coef * entropy_loss.
+    """Policy gradient loss: pg_loss + kl_loss_coef * kl_loss + opd_kl_coef * opd_kl - entropy_coef * entropy_loss.
 
     pg_loss comes from the `surrogate`: the clipped loss of PPO and GRPO, or another one of surrogates.py.
 
@@ -40,6 +41,7 @@ class PolicyLoss:
     - sft_loss, the negative log-probability, and with rewards its parts positive_sft_loss (rewards above 0) and
       negative_sft_loss
     - with a reference, kl_loss
+    - with a teacher whose distributions are compared, opd_kl, the mean divergence
     - with entropy, entropy_loss and its sum over tokens, token_entropy
     - with rollout log-probabilities, tis_clipfrac (whether or not the weights are applied), tis_masked (tokens zeroed
       by TIS and rejection), the metrics of `engine_mismatch_metrics`, and the maximum tis_max
@@ -55,6 +57,9 @@ class PolicyLoss:
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "k1"
     use_unbiased_kl: bool = False
+    opd_kl_coef: float = 0.0
+    opd_divergence: str = "token"
+    opd_jsd_beta: float = 0.5
     entropy_coef: float = 0.0
     use_rollout_logprobs: bool = False
     use_tis: bool = False
@@ -77,6 +82,13 @@ class PolicyLoss:
     def needs_entropy(self) -> bool:
         return self.entropy_coef != 0 or self.report_entropy
 
+    @property
+    def divergence(self) -> Divergence | None:
+        """The divergence from a teacher that is a term of the loss, or None. That of sampled tokens is none."""
+        if not self.opd_kl_coef or self.opd_divergence == "token":
+            return None
+        return Divergence(self.opd_divergence, self.opd_jsd_beta)  # type: ignore[arg-type]
+
     def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         weights_T = pack.weights_T
         loss_T, values_T = self._surrogate(pack)
@@ -85,6 +97,8 @@ class PolicyLoss:
             values_T["kl_loss"] = kl_T
             if self.kl_loss_coef:
                 loss_T = loss_T + self.kl_loss_coef * kl_T
+        if self.divergence is not None:
+            loss_T = loss_T + self.opd_kl_coef * self._distillation(pack, values_T)
         if (entropy_T := self._entropy(pack)) is not None:
             values_T["entropy_loss"] = entropy_T
             if self.entropy_coef:
@@ -170,6 +184,17 @@ class PolicyLoss:
                 )
             return kl_estimate(pack.logprobs_T, pack.ref_logprobs_T, self.kl_loss_type)
 
+    def _distillation(self, pack: TokenBatch, values_T: dict[str, Tensor]) -> Tensor:
+        """Return the divergence of each token from the teacher, times the row's weight, and add its metric.
+
+        GKD, Agarwal et al. 2023, arXiv:2306.13649. The gradient flows through the distributions, not through the
+        probability of the sampled tokens, and no importance weight applies.
+        """
+        if pack.divergence_T is None:
+            raise ValueError("the pack has no divergence_T although the loss has a divergence")
+        values_T["opd_kl"] = pack.divergence_T
+        return pack.divergence_T if pack.teacher_weights_T is None else pack.divergence_T * pack.teacher_weights_T
+
     def _entropy(self, pack: TokenBatch) -> Tensor | None:
         if pack.entropy_T is None and self.needs_entropy:
             raise ValueError("the pack has no entropy_T although needs_entropy is true")
@@ -202,7 +227,13 @@ class WatchedLoss:
             return loss, metrics
         # The user's loss lacks these terms, so their columns may be missing.
         watch = dataclasses.replace(
-            self.watch, use_tis=False, use_rs=False, kl_loss_coef=0.0, entropy_coef=0.0, report_entropy=False
+            self.watch,
+            use_tis=False,
+            use_rs=False,
+            kl_loss_coef=0.0,
+            opd_kl_coef=0.0,
+            entropy_coef=0.0,
+            report_entropy=False,
         )
         with torch.no_grad():
             _, watched = watch(dataclasses.replace(pack, logprobs_T=pack.logprobs_T.detach()))

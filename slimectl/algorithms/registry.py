@@ -25,7 +25,7 @@ from slimectl.algorithms.estimators import (
 from slimectl.algorithms.importance_sampling import importance_weights, self_normalization
 from slimectl.algorithms.losses import PolicyLoss, SftLoss
 from slimectl.algorithms.preferences import LinearizedLoss
-from slimectl.algorithms.scoring import REFERENCE, TEACHER, ScoringPass
+from slimectl.algorithms.scoring import ScoringPass, reference_and_teacher
 from slimectl.algorithms.surrogates import SURROGATES, TokenRows
 from slimectl.algorithms.turn_advantages import state_relative, turn_reinforce, turn_relative
 from slimectl.algorithms.value_loss import PolicyAndValueLoss, ValueLoss
@@ -118,8 +118,11 @@ class Algorithm:
     joint_loss: Callable[[Any, Sequence[TrainingSample], Loss], Loss] | None = None
     """Adds the critic's loss to the policy's if the two are one model."""
 
-    scoring: tuple[ScoringPass, ...] = (REFERENCE, TEACHER)
-    """What models score before the updates of a round. A pass whose model a run does not have is skipped."""
+    scoring: Callable[[Any], Sequence[ScoringPass]] = reference_and_teacher
+    """Returns what models score before the updates of a round, from the settings.
+
+    A pass whose model a run does not have is skipped.
+    """
 
 
 ALGORITHMS: dict[str, Algorithm] = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slimectl.algorithms.distillation import Divergence
 from slimectl.algorithms.surrogates import check_tokens
 from slimectl.errors import SettingsError
 from slimectl.types import Loss, TokenBatch
@@ -116,6 +117,10 @@ class PolicyAndValueLoss:
     @property
     def needs_entropy(self) -> bool:
         return self.policy.needs_entropy
+
+    @property
+    def divergence(self) -> Divergence | None:
+        return getattr(self.policy, "divergence", None)
 
     def __call__(self, pack: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         if pack.predicted_T is None:

@@ -17,6 +17,9 @@ FLOATS = frozenset({float})
 INTEGERS = frozenset({int})
 STATUSES = {status.value: status for status in Status}
 LARGEST_ID = 2**63 - 1
+PAIRS = frozenset({list, tuple})
+LARGEST_LOG_PROB = 1e-3
+"""A log-probability is at most 0, up to rounding."""
 
 _warned: set[str] = set()
 
@@ -145,6 +148,26 @@ def float32_numbers(value: Any) -> list[float]:
         if large is not None:
             raise ValueError(f"{large:g} is too large for float32")
     return rounded
+
+
+def top_tokens(value: Any) -> list[list[list[Any]]]:
+    """Accept, for every token of a response, a list of [token, log-probability], the likeliest first, each once."""
+    for i, pairs in enumerate(_all_of(value, frozenset({list}), "lists of [token, log-probability]")):
+        if not all(type(pair) in PAIRS and len(pair) == 2 for pair in pairs):
+            raise ValueError(f"expected pairs of [token, log-probability] at [{i}]")
+        ids, log_probs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        try:
+            token_ids(ids)
+            numbers = floats(log_probs)
+        except ValueError as error:
+            raise ValueError(f"{error}, in the pairs at [{i}]") from None
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"a token occurs twice at [{i}]")
+        if sorted(numbers, reverse=True) != numbers:
+            raise ValueError(f"the pairs at [{i}] are not sorted, the likeliest first")
+        if numbers and numbers[0] > LARGEST_LOG_PROB:
+            raise ValueError(f"{numbers[0]:g} at [{i}] is not the logarithm of a probability")
+    return value  # type: ignore[no-any-return]
 
 
 def _all_of(value: Any, types: frozenset[type], kind: str) -> list[Any]:

@@ -56,6 +56,10 @@ def _train() -> list[Metric]:
         "tis_clipfrac": ("", "Share of tokens whose importance weight was truncated"),
         "tis_max": ("", "Largest importance weight before truncation"),
         "tis_masked": ("", "Share of tokens that importance sampling or rejection masked"),
+        "opd_kl": (
+            "nat",
+            "Mean divergence of the policy's distributions from the teacher's (algorithm.opd_divergence)",
+        ),
         "opd_reverse_kl": ("nat", "Mean of log-probability - teacher's log-probability of sampled tokens"),
         "pair_accuracy": ("", "Share of pairs whose chosen response has the larger reward"),
         "reward_margin": ("", "Mean reward of chosen - rejected responses, by the model in training"),

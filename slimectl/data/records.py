@@ -25,6 +25,7 @@ from slimectl.data.checks import (
     shown,
     texts,
     token_ids,
+    top_tokens,
     warn_near_miss,
 )
 from slimectl.data.json_values import jsonable
@@ -53,6 +54,7 @@ CHECKS: dict[str, Check] = {
     "multimodal_inputs": optional(a_mapping),
     "multimodal_train_inputs": optional(a_mapping),
     "teacher_log_probs": optional(floats),
+    "teacher_top_log_probs": optional(top_tokens),
     "ref_log_probs": optional(floats),
     "ref_temperature": optional(a_number),
     "turn_rewards": optional(checked_turn_rewards),
@@ -65,7 +67,7 @@ CHECKS: dict[str, Check] = {
     "spec_info": lambda value: SpeculationCounts(a_mapping(value)),
     "prefix_cache_info": lambda value: PrefixCacheCounts(a_mapping(value)),
 }
-PER_TOKEN = ("loss_mask", "rollout_log_probs", "teacher_log_probs", "ref_log_probs")
+PER_TOKEN = ("loss_mask", "rollout_log_probs", "teacher_log_probs", "teacher_top_log_probs", "ref_log_probs")
 ALWAYS_WRITTEN = frozenset(list(CHECKS)[:12]) - {"rollout_id"}
 RECORD_VERSION = "record_version"
 """Key of a line's version. Without it the line has version 1, whose log-probabilities are doubles."""

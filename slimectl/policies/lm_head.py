@@ -1,20 +1,23 @@
 """Computes log-probabilities from hidden states in chunks, so that a pack's logits never exist all at once.
 
 U states · Q pairs of a state and a token that it predicts, in ascending order of states · R response tokens (several
-may be one pair) · C states of a chunk · V vocabulary, or a rank's rows of it · H hidden width.
+may be one pair) · C states of a chunk · V vocabulary, or a rank's rows of it · H hidden width · G the teacher's · K
+likeliest tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from slimectl.algorithms.distillation import Divergence
+from slimectl.errors import SettingsError
 from slimectl.policies import onednn_linear
 from slimectl.policies.onednn_linear import ROWS, is_faster
 from slimectl.policies.pack_plan import Predictions
@@ -42,6 +45,31 @@ class VocabularyShard:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return tensor
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Concatenate the columns of all ranks."""
+        parts = [torch.empty_like(tensor) for _ in range(self.group.size())]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.cat(parts, dim=1)
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """What a head computes beside log-probabilities, and how."""
+
+    temperature: float = 1.0
+    entropy: bool = False
+    shard: VocabularyShard | None = None
+    divergence: Divergence | None = None
+    """The divergence from the teacher whose likeliest tokens a pack has."""
+
+
+class HeadOutputs(NamedTuple):
+    """Log-probabilities of tokens, the entropy of their distributions, and their divergence from the teacher's."""
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    divergence: Tensor | None = None
+
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
@@ -51,10 +79,9 @@ class _LinearLogProbs(torch.autograd.Function):
         weight_VH: Tensor,
         targets_Q: Tensor,
         state_Q: Tensor | None,
-        temperature: float,
-        entropy: bool,
-        shard: VocabularyShard | None,
+        options: HeadOptions,
     ) -> tuple[Tensor, Tensor]:
+        temperature, entropy, shard = options.temperature, options.entropy, options.shard
         chunk = _chunk_states(hidden_UH, weight_VH)
         needs_grad = any(ctx.needs_input_grad[:2])
         index_Q, is_local_Q = _local_targets(targets_Q, shard)
@@ -101,7 +128,7 @@ class _LinearLogProbs(torch.autograd.Function):
             state_Q = torch.arange(len(hidden_UH), device=hidden_UH.device) if state_Q is None else state_Q
             pairs = (state_Q, index_Q)
             grad_hidden_UH = _backward_by_slabs(hidden_UH, rows_VH, normalizer_U, saved, pairs, loss, grad_rows_VH)
-            return grad_hidden_UH, grad_weight_VH, None, None, None, None, None
+            return grad_hidden_UH, grad_weight_VH, None, None, None
         grad_hidden_UH = torch.empty_like(hidden_UH)
         for i, (C, pairs_C, row_Q) in enumerate(chunks(len(hidden_UH), ctx.chunk, state_Q, hidden_UH.device)):
             log_p_CV = saved[i] if i < len(saved) else _log_p(hidden_UH[C], weight_VH, ctx.temperature, ctx.shard)[0]
@@ -114,7 +141,7 @@ class _LinearLogProbs(torch.autograd.Function):
             torch.mm(grad_CV, rows_VH, out=grad_hidden_UH[C])
             if grad_rows_VH is not None:
                 grad_rows_VH.addmm_(grad_CV.t(), hidden_UH[C])
-        return grad_hidden_UH, grad_weight_VH, None, None, None, None, None
+        return grad_hidden_UH, grad_weight_VH, None, None, None
 
 
 @dataclass(frozen=True)
@@ -251,31 +278,29 @@ def linear_log_probs(
     hidden_UH: Tensor,
     weight_VH: Tensor,
     targets_Q: Tensor,
+    options: HeadOptions,
     *,
-    temperature: float,
-    entropy: bool,
     state_Q: Tensor | None = None,
-    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log_softmax(hidden · weightᵀ / temperature) at the targets [Q], and the entropies [U] if requested.
 
     Both carry gradients to `hidden_UH` and `weight_VH`, and are at least float32 for any input. `state_Q` has the
-    states of the targets, ascending, with no pair twice. Without it every state has one target. With a `shard`, every
+    states of the targets, ascending, with no pair twice. Without it every state has one target. With a shard, every
     rank of its group passes the same hidden states and its own rows of the weight, and gets the same values. Its
     gradient for `hidden_UH` covers only its own rows. The sum over the group is the full gradient.
     """
     if not len(targets_Q):
         # Still a function of its inputs, so that backward reaches every rank's collectives.
         empty_Q = (hidden_UH.sum(1) + weight_VH[:0].sum()).float()
-        return empty_Q, empty_Q if entropy else None
+        return empty_Q, empty_Q if options.entropy else None
     states = len(hidden_UH)
     hidden_UH, state_Q = _padded(hidden_UH, weight_VH, state_Q)
     logprobs_Q, entropy_U = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden_UH, weight_VH, targets_Q, state_Q, temperature, entropy, shard
+        hidden_UH, weight_VH, targets_Q, state_Q, options
     )
     if len(entropy_U) > states:
         entropy_U = entropy_U[:states].clone()  # FSDP2 warns of a root module that returns views
-    return logprobs_Q, entropy_U if entropy else None
+    return logprobs_Q, entropy_U if options.entropy else None
 
 
 def _padded(hidden_UH: Tensor, weight_VH: Tensor, state_Q: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -290,13 +315,58 @@ def _padded(hidden_UH: Tensor, weight_VH: Tensor, state_Q: Tensor | None) -> tup
 
 
 def predicted_log_probs(
-    hidden_UH: Tensor, weight_VH: Tensor, predictions: Predictions, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities [R] and entropies [R] of every sample's response tokens, by one `linear_log_probs`."""
-    logprobs_Q, entropy_U = linear_log_probs(
-        hidden_UH, weight_VH, predictions.targets_Q, state_Q=predictions.state_Q, **options
-    )
-    return predictions.of_pairs(logprobs_Q), None if entropy_U is None else predictions.of_states(entropy_U)
+    hidden_UH: Tensor, weight_VH: Tensor, predictions: Predictions, options: HeadOptions
+) -> HeadOutputs:
+    """Return the outputs [R] for every sample's response tokens, by one `linear_log_probs`."""
+    outputs = linear_log_probs(hidden_UH, weight_VH, predictions.targets_Q, options, state_Q=predictions.state_Q)
+    return expanded(*outputs, predictions, options.divergence)
+
+
+def expanded(
+    logprobs_Q: Tensor, entropy_U: Tensor | None, predictions: Predictions, divergence: Divergence | None
+) -> HeadOutputs:
+    """Return the outputs [R] for every sample's response tokens, from those of pairs and states.
+
+    The divergence over the teacher's likeliest tokens is a function of the policy's log-probabilities of these tokens,
+    so its gradient reaches all logits through them.
+    """
+    divergence_R = None
+    if divergence is not None and len(predictions.sources_U):
+        if predictions.teacher_RK is None:
+            raise SettingsError(
+                "algorithm.opd_divergence needs teacher_top_log_probs, which these samples lack. Set opd_kl_coef to 0."
+            )
+        divergence_R = divergence.over_likeliest(predictions.of_teacher_pairs(logprobs_Q), predictions.teacher_RK)
+    entropy_R = None if entropy_U is None else predictions.of_states(entropy_U)
+    return HeadOutputs(predictions.of_pairs(logprobs_Q), entropy_R, divergence_R)
+
+
+def linear_top_log_probs(hidden_UH: Tensor, weight_VH: Tensor, k: int, options: HeadOptions) -> tuple[Tensor, Tensor]:
+    """Return the k likeliest tokens of every state and their log-probabilities, [U, K] each, without gradients."""
+    states, shard = len(hidden_UH), options.shard
+    hidden_UH, _ = _padded(hidden_UH, weight_VH, None)
+
+    def log_p(hidden_CH: Tensor) -> Tensor:
+        return _log_p(hidden_CH, weight_VH, options.temperature, shard)[0]
+
+    parts = top_in_chunks(log_p, hidden_UH, k, _chunk_states(hidden_UH, weight_VH))
+    tokens_UK, logprobs_UK = (part_UK[:states] for part_UK in parts)
+    if shard is None:
+        return tokens_UK, logprobs_UK
+    missing = k - tokens_UK.shape[1]  # a rank may hold fewer tokens
+    tokens_UX = shard.gather(F.pad(tokens_UK + shard.start, (0, missing)))
+    logprobs_UX = shard.gather(F.pad(logprobs_UK, (0, missing), value=-torch.inf))
+    logprobs_UK, place_UK = logprobs_UX.topk(min(k, int((logprobs_UX > -torch.inf).sum(1).min())), dim=1)
+    return tokens_UX.gather(1, place_UK), logprobs_UK
+
+
+def top_in_chunks(log_p: Callable[[Tensor], Tensor], hidden_UH: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
+    """Return the k likeliest tokens and their log-probabilities, [U, K], by `log_p` of `chunk` states at a time."""
+    tops = []
+    for hidden_CH in hidden_UH.split(chunk):
+        log_p_CV = log_p(hidden_CH)
+        tops.append(log_p_CV.topk(min(k, log_p_CV.shape[1]), dim=1))
+    return torch.cat([top.indices for top in tops]), torch.cat([top.values for top in tops])
 
 
 def of_logits(logits_RV: Tensor, targets_R: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:

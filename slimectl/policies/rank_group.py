@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimectl.errors import SettingsError
 from slimectl.protocols import Adapter, Executor, NamedTensors, Policy, RankPipe, Sleeper
-from slimectl.types import Loss, Metrics, TrainingSample
+from slimectl.types import Loss, Metrics, TopTokens, TrainingSample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +42,7 @@ class LockedPolicy:
         return self._policy.weight_version
 
     log_probs = _locked("log_probs")
+    top_log_probs = _locked("top_log_probs")
     values = _locked("values")
     forward_backward = _locked("forward_backward")
     before_step = _locked("before_step")
@@ -88,6 +89,10 @@ class DistributedPolicy:
     def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         log_probs: list[list[float]] = self._call("log_probs", rows)
         return log_probs
+
+    def top_log_probs(self, rows: Sequence[TrainingSample], k: int) -> list[list[TopTokens]]:
+        likeliest: list[list[TopTokens]] = self._call("top_log_probs", rows, k)
+        return likeliest
 
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
         metrics: Metrics = self._call("forward_backward", rows, loss)

@@ -41,6 +41,9 @@ class Need(StrEnum):
     TEACHER = "teacher"
     """Log-probabilities of a teacher."""
 
+    TEACHER_TOP = "teacher_top"
+    """The likeliest tokens of a teacher, with their log-probabilities."""
+
     OLD_LOG_PROBS = "old_log_probs"
     """The policy's log-probabilities from before the updates of the round, before advantages or loss exist."""
 
@@ -71,7 +74,18 @@ class TeacherOptions:
     """API of the servers."""
 
     kl_coef: float
-    """Weight of the divergence from the teacher, which is subtracted from the advantage of each token."""
+    """Weight of the divergence from the teacher."""
+
+    divergence: str = "token"
+    """"token": the divergence is subtracted from the advantage of each token. Another one is a term of the loss."""
+
+    top_k: int | None = None
+    """Number of the teacher's likeliest tokens in a divergence of the loss. None is the full vocabulary."""
+
+    @property
+    def in_trainer(self) -> bool:
+        """Whether the trainer computes the teacher's distributions beside the policy's, instead of a scoring pass."""
+        return self.divergence != "token" and self.top_k is None
 
 
 class AlgorithmSection(Section):

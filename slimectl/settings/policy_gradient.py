@@ -81,12 +81,23 @@ class PolicyGradient(AlgorithmSection):
     """Replace the reference with the current policy every N rounds. Default: never."""
 
     opd_kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """On-policy distillation: subtract this times log p(token) - log p_teacher(token) from the advantages of any
-    algorithm."""
+    """On-policy distillation, in any algorithm: weight of the divergence from the teacher."""
+
+    opd_divergence: Literal["token", "forward_kl", "reverse_kl", "jsd"] = "token"
+    """Divergence from the teacher. token: log p(token) - log p_teacher(token) of the sampled tokens, subtracted from
+    the advantages. The others compare distributions and are added to the loss: KL(teacher || policy), KL(policy ||
+    teacher), or the generalized Jensen-Shannon divergence."""
+
+    opd_jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of the teacher in the mixture of jsd (GKD, arXiv:2306.13649)."""
+
+    opd_top_k: Annotated[int, Field(ge=1)] | None = None
+    """Compare the distributions over the teacher's k likeliest tokens and one bucket for all others. Default: over the
+    full vocabulary, which needs opd_teacher_load."""
 
     opd_teacher_load: str | None = None
     """Directory of the teacher, with the same vocabulary. opd_kl_coef needs this or opd_teacher_url, unless samples
-    carry teacher_log_probs."""
+    carry teacher_log_probs, or teacher_top_log_probs for opd_top_k."""
 
     opd_teacher_url: Texts = []
     """Teacher servers instead: SGLang, vLLM or `slimectl serve`. Requests alternate between them. If one does not
@@ -153,7 +164,8 @@ class PolicyGradient(AlgorithmSection):
         switches = {
             "kl_coef": (self.kl_coef, Need.REFERENCE),
             "kl_loss_coef": (self.kl_loss_coef, Need.REFERENCE),
-            "opd_kl_coef": (self.opd_kl_coef, Need.TEACHER),
+            "opd_kl_coef": (self.opd_kl_coef and self.opd_divergence == "token", Need.TEACHER),
+            "opd_top_k": (self.opd_kl_coef and self.opd_divergence != "token" and self.opd_top_k, Need.TEACHER_TOP),
             "use_tis": (self.use_tis, Need.ROLLOUT_LOG_PROBS),
             "use_rs": (self.use_rs, Need.ROLLOUT_LOG_PROBS),
             "use_rollout_logprobs": (self.use_rollout_logprobs, Need.ROLLOUT_LOG_PROBS),
@@ -167,7 +179,7 @@ class PolicyGradient(AlgorithmSection):
             needs.add(Need.REWARDS)
         if "group" in self.norm_kinds if self.norm_kinds else self.baseline != "none":
             needs.add(Need.GROUPS)
-        if self.kl_coef or self.opd_kl_coef or self.tis_batch_normalize:
+        if self.kl_coef or Need.TEACHER in needs or self.tis_batch_normalize:
             needs.add(Need.OLD_LOG_PROBS)
         return frozenset(needs)
 
@@ -194,8 +206,9 @@ class PolicyGradient(AlgorithmSection):
         if not self.opd_kl_coef:
             return None
         return TeacherOptions(
-            self.opd_teacher_load, tuple(self.opd_teacher_url), self.opd_teacher_api, self.opd_kl_coef
-        )
+            self.opd_teacher_load, tuple(self.opd_teacher_url), self.opd_teacher_api, self.opd_kl_coef,
+            self.opd_divergence, self.opd_top_k,
+        )  # fmt: skip
 
     def conflicts(self, *, temperature: float) -> Iterator[str]:
         if self.kl_coef and self.kl_loss_coef:
@@ -217,7 +230,12 @@ class PolicyGradient(AlgorithmSection):
         yield from self._correction_conflicts()
 
     def _teacher_conflicts(self, temperature: float) -> Iterator[str]:
-        urls = self.opd_teacher_url
+        urls, options = self.opd_teacher_url, self.teacher_options
+        if options is not None and options.in_trainer and not options.load:
+            yield (
+                f"algorithm.opd_divergence: {options.divergence} over the full vocabulary needs the teacher in the "
+                f"trainer. Set algorithm.opd_teacher_load to its directory, or set algorithm.opd_top_k."
+            )
         if urls and self.opd_teacher_load:
             yield "algorithm.opd_teacher_load and algorithm.opd_teacher_url cannot be combined. Set only one."
         if urls and temperature != 1.0:

@@ -307,7 +307,7 @@ class StepReinforce(ReinforceFamily, TurnCredit):
 
 
 class Opd(ClippedRatio):
-    """On-policy distillation: reverse KL to a teacher, token by token (Agarwal et al. 2023, arXiv:2306.13649)."""
+    """On-policy distillation from a teacher, without rewards (Agarwal et al. 2023, arXiv:2306.13649)."""
 
     baseline: ClassVar[Baseline] = "none"
     learns_from_rewards: ClassVar[bool] = False
@@ -319,7 +319,7 @@ class Opd(ClippedRatio):
     """Average over all tokens of the step."""
 
     opd_kl_coef: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of log p(token) - log p_teacher(token), the negative advantage."""
+    """Weight of the divergence from the teacher."""
 
     def conflicts(self, *, temperature: float) -> Iterator[str]:
         if self.kl_coef:

@@ -40,7 +40,7 @@ class Models:
 
 def attach_scores(samples: Sequence[Sample], models: Models, settings: Settings) -> None:
     """Attach the log-probabilities of the algorithm's scoring passes, if their models are there."""
-    for scoring in ALGORITHMS[settings.algorithm.name].scoring:
+    for scoring in ALGORITHMS[settings.algorithm.name].scoring(settings.algorithm):
         model = models.policy if scoring.model == "policy" else models.frozen.get(scoring.model)
         if model is not None:
             recompute = models.updates_reference and scoring.model == "reference"

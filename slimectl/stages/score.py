@@ -61,8 +61,9 @@ def score_rows(
             )
             for s, tokens in batch
         ]
-        for (sample, _), log_probs in zip(batch, model.log_probs(rows), strict=True):
-            setattr(sample, scoring.field, log_probs)
+        scores = model.log_probs(rows) if scoring.top_k is None else model.top_log_probs(rows, scoring.top_k)
+        for (sample, _), score in zip(batch, scores, strict=True):
+            setattr(sample, scoring.field, score)
             if scoring.field == "ref_log_probs":
                 sample.ref_temperature = temperature
 

@@ -79,6 +79,9 @@ def missing_signal(batch: TrainingBatch, settings: Settings, hooks: Hooks) -> st
     if not batch.samples:
         return "no sample was left to train on"
     same = "" if batch.rewards_differ else _equal_rewards(batch, settings)
+    teacher = algorithm.teacher_options
+    if teacher is not None and teacher.divergence != "token":
+        return ""
     weighted = ((row.advantages, row.loss_weights) for row in batch.rows)
     if not any(a and w for advantages, weights in weighted for a, w in zip(advantages, weights, strict=False)):
         within = "" if batch.any_group_differs else "the rewards of every group were equal"

@@ -23,9 +23,12 @@ from slimectl.stages.sample_masks import mask_samples
 from slimectl.stages.score import component_columns, component_weights, reward_number
 from slimectl.types import Metrics, Sample, Status, TrainingSample
 
+TEACHER_REMEDY = "Set algorithm.opd_teacher_load or algorithm.opd_teacher_url"
+
 COLUMNS = {
     Need.REFERENCE: ("ref_log_probs", "Add --reference DIR to `slimectl score`"),
-    Need.TEACHER: ("teacher_log_probs", "Set algorithm.opd_teacher_load or algorithm.opd_teacher_url"),
+    Need.TEACHER: ("teacher_log_probs", TEACHER_REMEDY),
+    Need.TEACHER_TOP: ("teacher_top_log_probs", TEACHER_REMEDY),
     Need.ROLLOUT_LOG_PROBS: ("rollout_log_probs", "Sample with `slimectl rollout`, which records them"),
 }
 """Field of a sample, and the remedy if it is missing, by need."""
@@ -164,6 +167,9 @@ def build_policy_batch(
             _require_columns(sample, algorithm)
             row = _row(sample)
             row.reward = rewards[i]
+            if Need.TEACHER_TOP in algorithm.needs:
+                assert sample.teacher_top_log_probs is not None
+                row.teacher_top_log_probs = [pairs[: algorithm.opd_top_k] for pairs in sample.teacher_top_log_probs]
             row.old_log_probs = row.rollout_log_probs if algorithm.use_rollout_logprobs else None
             batch.rows.append(row)
             batch.executions.append(sample.trajectory_id)

@@ -51,7 +51,7 @@ READ_BY = {
     "kl_coef": "slimectl/algorithms/estimators.py",
     "ref_load": "slimectl/settings/policy_gradient.py",
     "ref_update_interval": "slimectl/settings/policy_gradient.py",
-    "opd_kl_coef": "slimectl/settings/policy_gradient.py",
+    "opd_top_k": "slimectl/stages/training_batch.py",
     "opd_teacher_load": "slimectl/settings/policy_gradient.py",
     "opd_teacher_url": "slimectl/settings/policy_gradient.py",
     "opd_teacher_api": "slimectl/settings/policy_gradient.py",
@@ -134,10 +134,21 @@ def test_the_loss_has_the_values_of_the_settings(name: str):
         ({"kl_coef": 0.1}, {Need.REFERENCE, Need.OLD_LOG_PROBS}),
         ({"kl_loss_coef": 0.1}, {Need.REFERENCE}),
         ({"opd_kl_coef": 0.1}, {Need.TEACHER, Need.OLD_LOG_PROBS}),
+        ({"opd_kl_coef": 0.1, "opd_divergence": "jsd", "opd_top_k": 8}, {Need.TEACHER_TOP}),
+        ({"opd_kl_coef": 0.1, "opd_divergence": "forward_kl"}, set()),
         ({"use_tis": True}, {Need.ROLLOUT_LOG_PROBS}),
         ({"use_tis": True, "tis_batch_normalize": True}, {Need.ROLLOUT_LOG_PROBS, Need.OLD_LOG_PROBS}),
     ],
-    ids=["defaults", "kl in the reward", "kl in the loss", "teacher", "tis", "normalized tis"],
+    ids=[
+        "defaults",
+        "kl in the reward",
+        "kl in the loss",
+        "teacher",
+        "likeliest tokens",
+        "teacher in the trainer",
+        "tis",
+        "normalized tis",
+    ],
 )
 def test_needs_follow_from_the_settings(changes: dict[str, float], needs: set[Need]):
     grpo = names.ALGORITHMS["grpo"].model_validate({"name": "grpo", **changes})
@@ -225,7 +236,15 @@ def test_returns_with_a_critic_are_those_before_advantages_are_whitened():
 def test_an_algorithm_has_reference_and_teacher_score_responses_on_their_own_prompts():
     samples = [Sample(tokens=[1, 2, 3], response_length=1), Sample(tokens=[4, 5], response_length=2)]
     for algorithm in registry.ALGORITHMS.values():
-        assert [(each.model, each.field) for each in algorithm.scoring] == [
+        assert [(each.model, each.field) for each in algorithm.scoring(algorithm.settings())] == [
             ("reference", "ref_log_probs"), ("teacher", "teacher_log_probs")
         ]  # fmt: skip
     assert ScoringPass("policy", "teacher_log_probs").tokens(samples) == [[1, 2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize(("top_k", "passes"), [(8, [("teacher", "teacher_top_log_probs", 8)]), (None, [])])
+def test_a_divergence_of_distributions_asks_for_the_likeliest_tokens(top_k: int | None, passes: list[object]):
+    settings = settings_of("opd", opd_divergence="reverse_kl", opd_top_k=top_k)
+    reference, *others = registry.ALGORITHMS["opd"].scoring(settings)
+    assert (reference.model, reference.top_k) == ("reference", None)
+    assert [(each.model, each.field, each.top_k) for each in others] == passes

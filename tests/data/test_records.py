@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from slimectl.data import checks
 from slimectl.data.checks import one_edit_apart
+from slimectl.data.jsonl import encode_sample, read_sample
 from slimectl.data.records import CHECKS, sample_from_json, sample_to_json
 from slimectl.errors import RecordError
 from slimectl.types import Sample, Status
@@ -103,6 +106,32 @@ def test_bad_value_is_named(change: dict[str, Any], message: str):
     with pytest.raises(RecordError) as error:
         sample_from_json({**sample_to_json(scored()), **change})
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([[]], "1 values for 2 response tokens"),
+        ([[], 0.5], "expected a list of lists of [token, log-probability], got 0.5 at [1]"),
+        ([[], [5, -0.5]], "expected pairs of [token, log-probability] at [1]"),
+        ([[[5, -0.5, 1]], []], "expected pairs of [token, log-probability] at [0]"),
+        ([[[-5, -0.5]], []], "-5 is not a token id, in the pairs at [0]"),
+        ([[[5, None]], []], "expected a list of numbers, got null at [0], in the pairs at [0]"),
+        ([[[5, -0.5], [5, -2.0]], []], "a token occurs twice at [0]"),
+        ([[[5, -2.0], [6, -0.5]], []], "the pairs at [0] are not sorted, the likeliest first"),
+        ([[[5, 0.5]], []], "0.5 at [0] is not the logarithm of a probability"),
+    ],
+)
+def test_bad_pairs_of_a_teacher_are_named(value: Any, message: str):
+    with pytest.raises(RecordError, match="^" + re.escape(f"Sample.teacher_top_log_probs: {message}") + "$"):
+        sample_from_json({**sample_to_json(scored()), "teacher_top_log_probs": value})
+
+
+def test_pairs_of_a_teacher_are_read_as_they_were_written():
+    pairs = [[(7, -0.1), (9, -2.5)], []]
+    sample = dataclasses.replace(scored(), teacher_top_log_probs=pairs)
+    read = read_sample(encode_sample(sample, location=""), location="", position=0)
+    assert read.teacher_top_log_probs == [[[7, -0.1], [9, -2.5]], []]
 
 
 def test_null_stands_for_nothing_given():

@@ -19,6 +19,7 @@ from slimectl.checkpoints.create import create_model
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.planner import memory
 from slimectl.planner.workload import Run
+from slimectl.policies.fsdp.model import Request
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.options import MegatronOptions, TrainerOptions
@@ -113,7 +114,7 @@ def test_fsdp_saves_what_the_formula_says(name: str, dtype: Any, recompute: Any,
     response = LENGTH + 1 - PROMPT
     rows = [TrainingSample([g] * (LENGTH + 1), response, [1.0] * response, group=g) for g in range(SEQUENCES)]
     (plan,) = policy._plans(rows, for_loss=False)
-    measured = saved_bytes(lambda: policy._forward(plan, entropy=False), policy.model.parameters())
+    measured = saved_bytes(lambda: policy._forward(plan, Request()), policy.model.parameters())
     multiple = policy.row_multiple  # of tokens and states that oneDNN is given
     tokens, states = (-(-rows // multiple) * multiple for rows in (LENGTH * SEQUENCES, SEQUENCES * response))
     run = Run(
@@ -137,7 +138,7 @@ def test_adapters_save_at_most_what_lies_between_their_halves_besides(dtype: Any
     def saved(lora: LoraOptions | None) -> int:
         policy = FsdpPolicy(tmp_path, HFCheckpoint(), TrainerOptions(dtype=dtype, lora=lora))
         (plan,) = policy._plans(rows, for_loss=False)
-        return saved_bytes(lambda: policy._forward(plan, entropy=False), policy.model.parameters())
+        return saved_bytes(lambda: policy._forward(plan, Request()), policy.model.parameters())
 
     inner = LENGTH * SEQUENCES * SHAPE["num_hidden_layers"] * 7 * rank * (4 if dtype == "float32" else 2)
     # Frozen norms keep less, and so does the first layer, whose input has no gradient: neither is in the formulas.

@@ -22,6 +22,7 @@ from slimectl.data.images import processor_of
 from slimectl.planner import flops, memory, parameters, plan
 from slimectl.planner.vision import VisionTower
 from slimectl.planner.workload import Run
+from slimectl.policies.fsdp.model import Request
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.options import TrainerOptions
 from slimectl.policies.pack_plan import PackPlan
@@ -113,7 +114,7 @@ def test_a_policy_saves_what_the_formula_says(family: str, dtype: Any, recompute
 
     def saved(tower_images: bool) -> int:
         plan = packed(tower_images)
-        return saved_bytes(lambda: policy._forward(plan, entropy=False), policy.model.parameters())
+        return saved_bytes(lambda: policy._forward(plan, Request()), policy.model.parameters())
 
     length = len(prompts[0])
     run = Run(

@@ -181,7 +181,7 @@ def test_an_algorithm_may_let_the_policy_score_responses_on_another_prompt(
     model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
 ):
     scoring = (ScoringPass("policy", "teacher_log_probs", after_the_best),)
-    added = Algorithm(SelfDistillation, policy_loss, towards_itself, scoring=scoring)
+    added = Algorithm(SelfDistillation, policy_loss, towards_itself, scoring=lambda _: scoring)
     monkeypatch.setitem(registry.ALGORITHMS, "self_distillation", added)
     policy, samples = new(FsdpPolicy, model_dir()), attempts(groups=1)
     best, other = samples

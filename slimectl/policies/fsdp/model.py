@@ -12,15 +12,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from slimectl.algorithms.distillation import Divergence
 from slimectl.architectures.causal_model import CausalModel
 from slimectl.data.images import ImageProcessor
 from slimectl.errors import CheckpointError, RecordError
 from slimectl.policies.fsdp import attention
 from slimectl.policies.fsdp.mixers import PackedMixers
-from slimectl.policies.fsdp.own_head import own_log_probs, scaled
+from slimectl.policies.fsdp.own_head import own_log_probs, own_top_log_probs, scaled
 from slimectl.policies.fsdp.packed_batch import PackedBatch, build_packed_batch
 from slimectl.policies.fsdp.vision import decoder_input, decoder_of
-from slimectl.policies.lm_head import of_logits, predicted_log_probs
+from slimectl.policies.lm_head import HeadOptions, linear_top_log_probs, of_logits, predicted_log_probs
 from slimectl.policies.pack_plan import PackPlan, Predictions
 
 Processor = Callable[[], ImageProcessor] | None
@@ -37,6 +38,21 @@ class Outputs(NamedTuple):
     """Values of a policy that is its own critic."""
     logits_RV: Tensor | None = None
     """Logits, for a user's loss that needs them."""
+    divergence_R: Tensor | None = None
+    """Divergence of the distributions from a teacher's."""
+    tokens_RK: Tensor | None = None
+    """The likeliest tokens, whose log-probabilities [R, K] are the values. Not for a loss."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a forward of a policy computes beside log-probabilities."""
+
+    entropy: bool = False
+    logits: bool = False
+    divergence: Divergence | None = None
+    top_k: int | None = None
+    """Number of likeliest tokens that are computed in place of each token, and nothing else."""
 
 
 class TrainedModel(nn.Module):
@@ -69,30 +85,42 @@ class TrainedModel(nn.Module):
     def check(self, batch: Any) -> None:
         """Raise CheckpointError if the last forward did not compute the pack as intended."""
 
-    def forward(self, batch: Any, *, entropy: bool, logits: bool = False) -> Outputs:
-        """Return the role's outputs for the pack's response tokens, with entropies and logits if requested."""
-        return self.role(self, self.hidden(batch), batch, entropy=entropy, logits=logits)
+    def forward(self, batch: Any, request: Request) -> Outputs:
+        """Return the role's outputs for the pack's response tokens, with what is requested."""
+        return self.role(self, self.hidden(batch), batch, request)
 
-    def log_probs(self, hidden_UH: Tensor, batch: Any, *, entropy: bool, logits: bool) -> Outputs:
+    def log_probs(self, hidden_UH: Tensor, batch: Any, request: Request) -> Outputs:
         """Return the outputs of a policy from the hidden states."""
         predictions: Predictions = batch.predictions
-        if logits:
+        if request.logits:
             logits_UV = scaled(self.causal.logits(hidden_UH), self.temperature)
             logits_RV = predictions.of_states(logits_UV)
-            return Outputs(*of_logits(logits_RV, batch.targets_R, entropy=entropy), None, logits_RV)
-        options: dict[str, Any] = {"temperature": self.temperature, "entropy": entropy}
-        if not self.causal.is_plain:
-            return Outputs(*own_log_probs(self.causal, hidden_UH, predictions, **options))
-        weight_VH = self.hf.get_output_embeddings().weight
-        return Outputs(*predicted_log_probs(hidden_UH, weight_VH, predictions, **options))
+            return Outputs(*of_logits(logits_RV, batch.targets_R, entropy=request.entropy), None, logits_RV)
+        if request.top_k is not None:
+            return self._likeliest(hidden_UH, predictions, request.top_k)
+        options = HeadOptions(self.temperature, request.entropy, divergence=request.divergence)
+        if self.causal.is_plain:
+            weight_VH = self.hf.get_output_embeddings().weight
+            head = predicted_log_probs(hidden_UH, weight_VH, predictions, options)
+        else:
+            head = own_log_probs(self.causal, hidden_UH, predictions, options)
+        return Outputs(head.logprobs, head.entropy, divergence_R=head.divergence)
+
+    def _likeliest(self, hidden_UH: Tensor, predictions: Predictions, k: int) -> Outputs:
+        """Return the k likeliest tokens in place of every response token, and their log-probabilities, [R, K] each."""
+        if self.causal.is_plain:
+            weight_VH = self.hf.get_output_embeddings().weight
+            parts = linear_top_log_probs(hidden_UH, weight_VH, k, HeadOptions(self.temperature))
+        else:
+            parts = own_top_log_probs(self.causal, hidden_UH, k, temperature=self.temperature)
+        tokens_UK, logprobs_UK = parts
+        return Outputs(predictions.of_states(logprobs_UK), tokens_RK=predictions.of_states(tokens_UK))
 
 
 class Role(Protocol):
     """What a trainer computes from hidden states: a policy's outputs, a critic's, or both."""
 
-    def __call__(
-        self, model: TrainedModel, hidden_UH: Tensor, batch: Any, *, entropy: bool, logits: bool
-    ) -> Outputs: ...
+    def __call__(self, model: TrainedModel, hidden_UH: Tensor, batch: Any, request: Request) -> Outputs: ...
 
 
 class PackedModel(TrainedModel):

@@ -15,25 +15,25 @@ from slimectl.policies.recompute import recomputed
 
 
 def own_log_probs(
-    model: CausalModel, hidden_UH: Tensor, predictions: Predictions, *, temperature: float, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities [R] and entropies [R] as `predicted_log_probs` does, in chunks of states.
+    model: CausalModel, hidden_UH: Tensor, predictions: Predictions, options: lm_head.HeadOptions
+) -> lm_head.HeadOutputs:
+    """Return outputs [R] as `predicted_log_probs` does, in chunks of states.
 
     Chunks after the first KEPT_LOGITS logits are recomputed in backward.
     """
+    temperature, entropy = options.temperature, options.entropy
     if not len(predictions.targets_Q):
         # Still a function of the head's parameters, so that backward reaches every rank's collectives.
         blank = model.logits(hidden_UH.new_zeros(1, hidden_UH.shape[1])).sum() * 0.0
         empty_Q = hidden_UH.sum(1).float() + blank.float()
-        return empty_Q, empty_Q if entropy else None
+        return lm_head.HeadOutputs(empty_Q, empty_Q if entropy else None)
 
     def of_chunk(hidden_CH: Tensor, row_Q: Tensor, targets_Q: Tensor) -> tuple[Tensor, Tensor | None]:
         log_p_CV = torch.log_softmax(scaled(model.logits(hidden_CH), temperature), dim=1)
         entropy_C = -(log_p_CV.exp() * log_p_CV).sum(1) if entropy else None
         return log_p_CV[row_Q, targets_Q], entropy_C
 
-    vocabulary = int(model.hf.get_output_embeddings().weight.shape[0])
-    chunk = max(1, lm_head.CHUNK_LOGITS // vocabulary)
+    vocabulary, chunk = _chunk(model)
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
     for C, pairs, row_Q in lm_head.chunks(len(hidden_UH), chunk, predictions.state_Q, hidden_UH.device):
@@ -42,8 +42,23 @@ def own_log_probs(
         logprobs_Q, entropy_C = compute(hidden_UH[C], row_Q, predictions.targets_Q[pairs])
         logprobs.append(logprobs_Q)
         entropies += [] if entropy_C is None else [entropy_C]
-    entropy_R = predictions.of_states(torch.cat(entropies)) if entropy else None
-    return predictions.of_pairs(torch.cat(logprobs)), entropy_R
+    entropy_U = torch.cat(entropies) if entropy else None
+    return lm_head.expanded(torch.cat(logprobs), entropy_U, predictions, options.divergence)
+
+
+def own_top_log_probs(model: CausalModel, hidden_UH: Tensor, k: int, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return the k likeliest tokens of every state and their log-probabilities as `linear_top_log_probs` does."""
+
+    def log_p(hidden_CH: Tensor) -> Tensor:
+        return torch.log_softmax(scaled(model.logits(hidden_CH), temperature), dim=1)
+
+    return lm_head.top_in_chunks(log_p, hidden_UH, k, _chunk(model)[1])
+
+
+def _chunk(model: CausalModel) -> tuple[int, int]:
+    """Return the size of the vocabulary, and the number of states whose logits are computed at once."""
+    vocabulary = int(model.hf.get_output_embeddings().weight.shape[0])
+    return vocabulary, max(1, lm_head.CHUNK_LOGITS // vocabulary)
 
 
 def scaled(logits_CV: Tensor, temperature: float) -> Tensor:

@@ -14,15 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slimectl.policies.checkpoint import VALUE_HEAD, check_value_head, new_trainer_folder, read_tensors, write_float32
-from slimectl.policies.fsdp.model import Outputs, TrainedModel
+from slimectl.policies.fsdp.model import Outputs, Request, TrainedModel
 from slimectl.policies.fsdp.trainer import FsdpTrainer
+from slimectl.policies.pack_plan import PackPlan
 from slimectl.system.model_files import trainer_folder
-from slimectl.types import TrainingSample
+from slimectl.types import TopTokens, TrainingSample
 
 
-def log_probs_role(model: TrainedModel, hidden_UH: Tensor, batch: Any, *, entropy: bool, logits: bool) -> Outputs:
+def log_probs_role(model: TrainedModel, hidden_UH: Tensor, batch: Any, request: Request) -> Outputs:
     """Return log-probabilities of the response tokens."""
-    return model.log_probs(hidden_UH, batch, entropy=entropy, logits=logits)
+    return model.log_probs(hidden_UH, batch, request)
 
 
 class FsdpPolicy(FsdpTrainer):
@@ -33,12 +34,20 @@ class FsdpPolicy(FsdpTrainer):
     def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         return self.of_rows(rows)
 
+    def top_log_probs(self, rows: Sequence[TrainingSample], k: int) -> list[list[TopTokens]]:
+        def of_pack(plan: PackPlan) -> dict[int, list[TopTokens]]:
+            outputs = self._forward(plan, Request(top_k=k))
+            assert outputs.tokens_RK is not None
+            return plan.top_by_row(outputs.tokens_RK, outputs.values_R)
+
+        return self.by_row(rows, of_pack)
+
 
 HEAD = "score"
 """Module name of the head in transformers' sequence classifiers, [outputs, H]."""
 
 
-def values_role(model: TrainedModel, hidden_UH: Tensor, batch: Any, *, entropy: bool, logits: bool) -> Outputs:
+def values_role(model: TrainedModel, hidden_UH: Tensor, batch: Any, request: Request) -> Outputs:
     """Return the values [R] of the states before the response tokens."""
     return Outputs(batch.predictions.of_states(values_of(hidden_UH, model.hf)))
 
@@ -79,9 +88,9 @@ class FsdpCritic(FsdpTrainer):
 WEIGHT = f"{HEAD}.weight"
 
 
-def actor_critic_role(model: TrainedModel, hidden_UH: Tensor, batch: Any, *, entropy: bool, logits: bool) -> Outputs:
+def actor_critic_role(model: TrainedModel, hidden_UH: Tensor, batch: Any, request: Request) -> Outputs:
     """Return log-probabilities of the response tokens, and the values before them."""
-    outputs = model.log_probs(hidden_UH, batch, entropy=entropy, logits=logits)
+    outputs = model.log_probs(hidden_UH, batch, request)
     return outputs._replace(predicted_R=batch.predictions.of_states(values_of(hidden_UH, model.hf)))
 
 

@@ -39,7 +39,7 @@ from slimectl.policies.determinism import in_kernels
 from slimectl.policies.fsdp.build import empty_model
 from slimectl.policies.fsdp.lora import Adapters
 from slimectl.policies.fsdp.master_weights import MasterWeights, adamw, clip, local_part, squared_norm
-from slimectl.policies.fsdp.model import Outputs, Role, TrainedModel, rope_limit
+from slimectl.policies.fsdp.model import Outputs, Request, Role, TrainedModel, rope_limit
 from slimectl.policies.fsdp.padded_model import padded_options, report_general_path
 from slimectl.policies.fsdp.routing_replay import ExpertReplay
 from slimectl.policies.fsdp.vision import tower_parameters
@@ -49,7 +49,7 @@ from slimectl.policies.metrics import merge_metrics, read_metrics
 from slimectl.policies.onednn_linear import ROWS, is_faster, use_onednn
 from slimectl.policies.optimizer import lr_at, trainable_names
 from slimectl.policies.options import TrainerOptions
-from slimectl.policies.pack_plan import PackPlan, plan_packs
+from slimectl.policies.pack_plan import PackPlan, Value, plan_packs
 from slimectl.protocols import Adapter, CheckpointFormat, NamedTensors
 from slimectl.system.model_files import trainer_folder
 from slimectl.types import Loss, Metrics, TrainingSample
@@ -131,17 +131,27 @@ class FsdpTrainer:
         """Return the names of the parameters that a subclass does not use."""
         return set()
 
-    @in_kernels
     def of_rows(self, rows: Sequence[TrainingSample], *, predicted: bool = False) -> list[list[float]]:
         """Return the values, or predicted values, of every response token, without gradients, on every rank."""
+
+        def of_pack(plan: PackPlan) -> dict[int, list[float]]:
+            outputs = self._forward(plan, Request())
+            values_R = outputs.predicted_R if predicted else outputs.values_R
+            assert values_R is not None
+            return plan.by_row(values_R)
+
+        return self.by_row(rows, of_pack)
+
+    @in_kernels
+    def by_row(
+        self, rows: Sequence[TrainingSample], of_pack: Callable[[PackPlan], dict[int, list[Value]]]
+    ) -> list[list[Value]]:
+        """Return what `of_pack` returns of every row by its index, without gradients, on every rank."""
         self.memory.wake()
-        outputs_by_row: dict[int, list[float]] = {}
+        outputs_by_row: dict[int, list[Value]] = {}
         with torch.no_grad():
             for plan in self._plans(rows, for_loss=False):
-                outputs = self._forward(plan, entropy=False)
-                values_R = outputs.predicted_R if predicted else outputs.values_R
-                assert values_R is not None
-                outputs_by_row |= plan.by_row(values_R)
+                outputs_by_row |= of_pack(plan)
         for part in self._gather_ranks(outputs_by_row):
             outputs_by_row |= part
         return [outputs_by_row[i] for i in range(len(rows))]
@@ -150,11 +160,15 @@ class FsdpTrainer:
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
         self.memory.wake()
         sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=self.device)}
-        needs_logits = getattr(loss, "needs_logits", False)
+        request = Request(
+            entropy=loss.needs_entropy,
+            logits=getattr(loss, "needs_logits", False),
+            divergence=getattr(loss, "divergence", None),
+        )
         for plan in self._plans(rows, for_loss=True):
-            outputs = self._forward(plan, entropy=loss.needs_entropy, logits=needs_logits)
+            outputs = self._forward(plan, request)
             if plan.rows:
-                value, metrics = loss(plan.token_batch(*outputs))
+                value, metrics = loss(plan.token_batch(*outputs[:5]))
             else:
                 value, metrics = outputs.values_R.sum(), {}
                 if outputs.predicted_R is not None:  # ranks reduce the gradients of the same parameters
@@ -348,7 +362,7 @@ class FsdpTrainer:
         )  # fmt: skip
         return (plan.padded(self.row_multiple) for plan in plans)
 
-    def _forward(self, plan: PackPlan, *, entropy: bool, logits: bool = False) -> Outputs:
+    def _forward(self, plan: PackPlan, request: Request) -> Outputs:
         batch = self.model.batch(
             plan,
             dtype=self.options.compute_dtype,
@@ -359,7 +373,7 @@ class FsdpTrainer:
             self.rope_limit.check(plan)
         if self.replay is not None:
             self.replay.set(batch)
-        outputs: Outputs = self.model(batch, entropy=entropy, logits=logits)
+        outputs: Outputs = self.model(batch, request)
         if self.replay is not None:
             self.replay.check_use()
         self.model.check(batch)

@@ -190,7 +190,8 @@ def laid_out(
     local_S[index_T] = np.arange(len(index_T))
     local_R = local_S[place[plan.sources_R]]
     (mine_M,) = np.nonzero(local_R >= 0)
-    predictions = predicted_once(local_R[mine_M], plan.targets_R[mine_M])
+    teacher = None if plan.teacher is None else plan.teacher[mine_M]
+    predictions = predicted_once(local_R[mine_M], plan.targets_R[mine_M], teacher)
     return MicroBatch(
         plan=plan,
         sequences=sequences,

@@ -17,27 +17,36 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from slimectl.policies.lm_head import VocabularyShard, linear_logits, predicted_log_probs
+from slimectl.policies.lm_head import (
+    HeadOptions,
+    HeadOutputs,
+    VocabularyShard,
+    linear_logits,
+    linear_top_log_probs,
+    predicted_log_probs,
+)
 from slimectl.policies.megatron.batch import MicroBatch
 
 
-def response_log_probs(
-    hidden_T1H: Tensor, weight_VH: Tensor, batch: MicroBatch, *, vocab_size: int, temperature: float, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities [R], and entropies [R] if requested. All ranks of the pack get the same numbers.
+def response_log_probs(hidden_T1H: Tensor, weight_VH: Tensor, batch: MicroBatch, options: HeadOptions) -> HeadOutputs:
+    """Return log-probabilities [R] and what else is requested. All ranks of the pack get the same numbers.
 
     Every rank may compute the same loss from them. Each back-propagates only the gradient of its own tokens and its own
     rows of the vocabulary, so that the sum over ranks in finalize_model_grads is the full gradient, counted once.
     """
-    logprobs_M, entropy_M = predicted_log_probs(
-        whole(hidden_T1H)[batch.predictions.sources_U],
-        weight_VH,
-        batch.predictions,
-        temperature=temperature,
-        entropy=entropy,
-        shard=shard_of(vocab_size, weight_VH),
-    )
-    return in_pack(logprobs_M, batch), None if entropy_M is None else in_pack(entropy_M, batch)
+    hidden_UH = whole(hidden_T1H)[batch.predictions.sources_U]
+    logprobs_M, *others = predicted_log_probs(hidden_UH, weight_VH, batch.predictions, options)
+    return HeadOutputs(in_pack(logprobs_M, batch), *(None if o_M is None else in_pack(o_M, batch) for o_M in others))
+
+
+def response_top_log_probs(
+    hidden_T1H: Tensor, weight_VH: Tensor, batch: MicroBatch, k: int, options: HeadOptions
+) -> tuple[Tensor, Tensor]:
+    """Return the k likeliest tokens in place of every response token, and their log-probabilities, [R, K] each."""
+    hidden_UH = whole(hidden_T1H)[batch.predictions.sources_U]
+    tokens_UK, logprobs_UK = linear_top_log_probs(hidden_UH, weight_VH, k, options)
+    of_states = batch.predictions.of_states
+    return in_pack(of_states(tokens_UK), batch), in_pack(of_states(logprobs_UK), batch)
 
 
 def response_logits(

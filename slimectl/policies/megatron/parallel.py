@@ -93,7 +93,7 @@ def stop() -> None:
     _active_layout, _created_world = None, False
 
 
-def per_row(outputs: Sequence[dict[int, list[float]]], rows: int) -> list[list[float]]:
+def per_row(outputs: Sequence[dict[int, list[Any]]], rows: int) -> list[list[Any]]:
     """Gather the values of all rows from `outputs`, which has this rank's values by row index."""
     local_values = {i: values for part in outputs for i, values in part.items()}
     values_by_row = {i: values for part in _gather_replicas(local_values) for i, values in part.items()}

@@ -15,18 +15,25 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
+from slimectl.algorithms.distillation import Divergence
 from slimectl.architectures.mapping import ParamMapping
 from slimectl.policies.checkpoint import VALUE_HEAD, check_value_head, new_trainer_folder, read_tensors, write_float32
-from slimectl.policies.lm_head import of_logits
+from slimectl.policies.lm_head import HeadOptions, of_logits
 from slimectl.policies.megatron.batch import MicroBatch
-from slimectl.policies.megatron.head import in_pack, response_log_probs, response_logits
+from slimectl.policies.megatron.head import (
+    in_pack,
+    response_log_probs,
+    response_logits,
+    response_top_log_probs,
+    shard_of,
+)
 from slimectl.policies.megatron.master_weights import PARAM
 from slimectl.policies.megatron.model import PackedGPT
 from slimectl.policies.megatron.parameters import HEAD
 from slimectl.policies.megatron.trainer import MegatronTrainer
 from slimectl.protocols import NamedTensors, Weights
 from slimectl.system.model_files import trainer_folder
-from slimectl.types import Loss, Metrics, TrainingSample
+from slimectl.types import Loss, Metrics, TopTokens, TrainingSample
 
 
 class MegatronPolicy(MegatronTrainer):
@@ -34,25 +41,39 @@ class MegatronPolicy(MegatronTrainer):
 
     def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         def finish(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[int, list[float]]]:
-            logprobs_R, _ = self._log_probs(batch, hidden, entropy=False)
-            return hidden.new_zeros(()), batch.plan.by_row(logprobs_R)
+            outputs = response_log_probs(hidden, self.last.output_weight, batch, self._head_options())
+            return hidden.new_zeros(()), batch.plan.by_row(outputs.logprobs)
 
         if self.user_functions is not None:
             self.user_functions.before_log_probs(self.chunks)
         return self.of_rows(rows, finish)
 
+    def top_log_probs(self, rows: Sequence[TrainingSample], k: int) -> list[list[TopTokens]]:
+        def finish(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[int, list[TopTokens]]]:
+            likeliest = response_top_log_probs(hidden, self.last.output_weight, batch, k, self._head_options())
+            return hidden.new_zeros(()), batch.plan.top_by_row(*likeliest)
+
+        return self.of_rows(rows, finish)
+
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
+        divergence = getattr(loss, "divergence", None)
+
         def evaluate(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            logits_RV: Tensor | None = None
+            logits_RV = divergence_R = None
+            weight_VH = self.last.output_weight
             if getattr(loss, "needs_logits", False):
-                logits_RV = response_logits(hidden, self.last.output_weight, batch, **self._head_options)
+                logits_RV = response_logits(
+                    hidden, weight_VH, batch,
+                    vocab_size=self.architecture.vocab_size, temperature=self.options.temperature,
+                )  # fmt: skip
                 logprobs_R, entropy_R = of_logits(logits_RV, batch.targets_R, entropy=loss.needs_entropy)
             else:
-                logprobs_R, entropy_R = self._log_probs(batch, hidden, entropy=loss.needs_entropy)
+                options = self._head_options(entropy=loss.needs_entropy, divergence=divergence)
+                logprobs_R, entropy_R, divergence_R = response_log_probs(hidden, weight_VH, batch, options)
             predicted_R = self._predicted_values(batch, hidden)
             if not batch.plan.rows:
                 return logprobs_R.sum() + (0.0 if predicted_R is None else predicted_R.sum()), {}
-            return loss(batch.plan.token_batch(logprobs_R, entropy_R, predicted_R, logits_RV))
+            return loss(batch.plan.token_batch(logprobs_R, entropy_R, predicted_R, logits_RV, divergence_R))
 
         return self.summed(rows, evaluate)
 
@@ -63,12 +84,9 @@ class MegatronPolicy(MegatronTrainer):
         """Return the values [R] of the states before the response tokens, or None without a shared critic."""
         return None
 
-    def _log_probs(self, batch: MicroBatch, hidden: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        return response_log_probs(hidden, self.last.output_weight, batch, entropy=entropy, **self._head_options)
-
-    @property
-    def _head_options(self) -> dict[str, Any]:
-        return {"vocab_size": self.architecture.vocab_size, "temperature": self.options.temperature}
+    def _head_options(self, *, entropy: bool = False, divergence: Divergence | None = None) -> HeadOptions:
+        shard = shard_of(self.architecture.vocab_size, self.last.output_weight)
+        return HeadOptions(self.options.temperature, entropy, shard, divergence)
 
 
 NAME = "score.weight"

@@ -240,7 +240,11 @@ class MegatronTrainer:
         rank = parallel_state.get_context_parallel_rank()
         batches = [
             laid_out(
-                plan_pack(rows, pack, names), self.layout, rank=rank, device=self.device, multiple=self.row_multiple
+                plan_pack(rows, pack, names, vocabulary=self.architecture.vocab_size),
+                self.layout,
+                rank=rank,
+                device=self.device,
+                multiple=self.row_multiple,
             )
             for pack in packs
         ]
@@ -262,7 +266,7 @@ class MegatronTrainer:
             self.replay.end(recorded=records)
         return outputs
 
-    def of_rows(self, rows: Sequence[TrainingSample], finish: parallel.Finish) -> list[list[float]]:
+    def of_rows(self, rows: Sequence[TrainingSample], finish: parallel.Finish) -> list[list[Any]]:
         """Return outputs of `finish` for every row, without gradients, on every rank."""
         return per_row(self.run(rows, finish, forward_only=True), len(rows))
 

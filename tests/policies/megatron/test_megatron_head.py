@@ -7,7 +7,7 @@ import torch
 
 from slimectl.architectures.parallel import ParallelLayout
 from slimectl.policies import lm_head
-from slimectl.policies.lm_head import VocabularyShard, linear_log_probs
+from slimectl.policies.lm_head import HeadOptions, VocabularyShard, linear_log_probs
 from slimectl.policies.megatron import parallel
 from slimectl.policies.megatron.parallel import parallel_state
 
@@ -29,7 +29,7 @@ def test_padding_rows_take_part_in_nothing(
     targets = torch.randint(13, (7,), generator=draw)
     scale = torch.randn(2, 7, generator=draw, dtype=torch.float64)
     values = [
-        linear_log_probs(hidden, rows, targets, temperature=0.7, entropy=entropy, shard=group)
+        linear_log_probs(hidden, rows, targets, HeadOptions(0.7, entropy, group))
         for rows, group in ((weight, shard), (weight[:13], None))
     ]
     losses = [(scale[0] * logprobs).sum() + (0 if h is None else (scale[1] * h).sum()) for logprobs, h in values]
