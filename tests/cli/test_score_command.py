@@ -48,7 +48,8 @@ def test_explain_writes_why_into_every_record_and_sums_up_on_stderr(workshop: Wo
 
 OWN = """
 def by_columns(prompts, completions, target, **columns):
-    return [float(word in text) + (source == "sums") for text, word, source in zip(completions, target, columns["data_source"])]
+    rows = zip(completions, target, columns["data_source"])
+    return [float(word in text) + (source == "sums") for text, word, source in rows]
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):
     return {"score": scale * (ground_truth in solution_str), "source": data_source}
