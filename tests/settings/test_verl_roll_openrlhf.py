@@ -181,10 +181,20 @@ TWO = """rewards:
   code: {worker_cls: a.CodeSandboxRewardWorker, tag_included: [KodCode]}
 """
 JUDGE = "  llm: {worker_cls: a.LLMJudgeRewardWorker, tag_included: [RLVR]}\n"
+OPEN = "rewards:\n  math_rule:\n    worker_cls: a.MathRuleRewardWorker\n"
+OPEN_JUDGE = "rewards:\n  llm:\n    worker_cls: a.LLMJudgeRewardWorker\n    judge_model_type: api\n"
 LAKE = """rollout_batch_size: 64
 custom_envs: {Lake: {env_type: frozen_lake}}
 train_env_manager: {tags: [Lake], group_size: 8, num_env_groups: 4}
 """
+
+
+def variant(**keys: Any) -> str:
+    """The configuration with keys of the trainer, which decide its loss."""
+    lines = "".join(f"\n  {name}: {value}" for name, value in keys.items())
+    return ROLL.replace("actor_train:", f"actor_train:{lines}") + MATH + "adv_estimator: grpo\n"
+
+
 DISTIL = "student_pretrain: /s\nteacher_pretrain: /t\nexp_name: x\nmax_steps: 3\nsave_steps: 1\n"
 
 YAML: list[tuple[str, dict[str, Any], str]] = [
@@ -195,8 +205,35 @@ YAML: list[tuple[str, dict[str, Any], str]] = [
     (ROLL, {"score.rm_type": None}, "score.rm_type"),
     (ROLL + TWO, {"score.rm_type": "by_column", "score.rm_options": {
         "column": "tag", "types": {"deepmath": "math", "aime": "math", "KodCode": "code"}}}, "rollout.data"),
-    (ROLL + TWO + JUDGE, {"score.rm_type": "by_column"}, "score.rm_options.types"),
-    (ROLL + "rewards:\n" + JUDGE, {"score.rm_type": None}, "score.rm_type"),
+    (ROLL + TWO + JUDGE, {"score.rm_type": "by_column", "score.rm_options": {
+        "column": "tag", "types": {"deepmath": "math", "aime": "math", "KodCode": "code", "RLVR": {"type": "judge"}}}},
+     "score.rm_options.types.RLVR.url"),
+    (ROLL + OPEN_JUDGE + "    judge_model_name: m\n    judge_api_url: http://j/v1\n    judge_api_key: sk-1\n"
+     "    generating_args: {max_new_tokens: 100, temperature: 0.8}\n",
+     {"score.rm_type": "judge", "score.rm_options": {"model": "m", "url": "http://j/v1", "api_key_env": "JUDGE_API_KEY",
+                                                     "max_tokens": 100, "temperature": 0.8}}, ""),
+    (ROLL + "rewards: {cv: {worker_cls: a.DetectionRewardWorker}}\n", {"score.rm_type": None}, "score.rm_type"),
+    (ROLL + OPEN + "    query_filter_config: {type: std_filter, filter_args: {std_threshold: 0.0}}\n"
+     "max_additional_running_prompts: 8\nrollout_batch_size: 64\n",
+     {"rollout.dynamic_sampling_filter_path": "slimectl.stages.filters:nonzero_std",
+      "rollout.over_sampling_batch_size": 72}, ""),
+    (ROLL + OPEN + "    response_length_penalty_coef: 0.1\n", {"score.rm_type": "math"},
+     "rewards.math_rule.response_length_penalty_coef"),
+    (ROLL + MATH + "adv_estimator: grpo\nimportance_sampling: seq\npg_clip: 0.1\n",
+     {"algorithm.name": "gspo", "algorithm.eps_clip": 0.1, "algorithm.eps_clip_high": 0.1}, ""),
+    (variant(pg_variant="cispo", cispo_epsilon_low=0.3),
+     {"algorithm.name": "cispo", "algorithm.eps_clip": 0.3, "algorithm.eps_clip_high": 0.1}, ""),
+    (variant(pg_variant="tis", tis_upper_bound=1.5),
+     {"algorithm.name": "cispo", "algorithm.eps_clip": 1.0, "algorithm.eps_clip_high": 0.5}, ""),
+    (variant(pg_variant="kimi15", kimi15_beta=0.1), {}, "actor_train.pg_variant: kimi15"),
+    (ROLL + MATH + "adv_estimator: grpo\ntrain_infer_correction:\n  is_weight: {enabled: true, weight_type: sequence}\n"
+     "  filters: [{enabled: true, agg_type: geometric, ratio_low: 0.9}, {enabled: false, agg_type: segment}]\n",
+     {"algorithm.use_tis": True, "algorithm.tis_level": "sequence", "algorithm.tis_clip": 1.2, "algorithm.use_rs": True,
+      "algorithm.rs_level": "geometric", "algorithm.rs_clip_low": 0.9, "algorithm.rs_clip": 1.2}, ""),
+    (ROLL + MATH + "adv_estimator: grpo\ntrain_infer_correction: {filters: [{enabled: true, agg_type: segment}]}\n",
+     {"algorithm.use_rs": False}, "train_infer_correction.filters.0.enabled: true"),
+    (ROLL + MATH + "adv_estimator: grpo\nloss_agg_mode: seq-mean-token-sum-norm\n",
+     {"algorithm.fixed_length": 256}, ""),
     (ROLL + MATH + "adv_estimator: grpo\npg_clip_high: 0.28\n", {"algorithm.name": "grpo",
                                                                  "algorithm.eps_clip_high": None}, ""),
     (ROLL + MATH + "adv_estimator: grpo\nuse_pg_clip_range: true\npg_clip_high: 0.28\ndual_clip_loss: yes\n",
@@ -210,10 +247,12 @@ YAML: list[tuple[str, dict[str, Any], str]] = [
      {"algorithm.kl_loss_coef": 0.01, "algorithm.kl_coef": 0.0}, ""),
     (ROLL.replace("response_length: 256", "sequence_length: 3000\nprompt_length: 1000") + MATH,
      {"rollout.max_response_len": 2000, "rollout.max_prompt_len": 1000, "rollout.max_context_len": 3000}, ""),
-    (ROLL + LAKE, {"rollout.n_samples_per_prompt": 8, "run.rollout_batch_size": 8}, "rollout.env"),
-    (ROLL + LAKE + "adv_estimator: gigpo\n", {}, "rollout.env"),
+    (ROLL + LAKE, {"rollout.n_samples_per_prompt": 8, "run.rollout_batch_size": 8,
+                   "rollout.env": "gymnasium:FrozenLake-v1"}, ""),
+    (ROLL + LAKE.replace("frozen_lake", "webshop"), {"rollout.env": None}, "rollout.env"),
+    (ROLL + LAKE + "adv_estimator: gigpo\n", {}, "adv_estimator: gigpo"),
     (ROLL + LAKE + "adv_estimator: grpo\nreward_normalization: {grouping: traj_group_id, method: mean}\n",
-     {"algorithm.name": "grpo", "algorithm.grpo_std_normalization": False}, "rollout.env"),
+     {"algorithm.name": "grpo", "algorithm.grpo_std_normalization": False}, ""),
     (ROLL.replace("list(range(0,4))\n", "${devices}\n") + MATH, {"train.global_batch_size": None},
      "actor_train.device_mapping: ${devices}"),
     (ROLL.replace("actor_train:", "actor_train:\n  model_args: {lora_rank: 4, lora_target: 'o_proj, q_proj'}") + MATH,

@@ -95,6 +95,10 @@ def _leaves(node: Any, prefix: str, file: str, depth: int) -> Iterator[Flag]:
             isinstance(item, yaml.ScalarNode) for item in value.value
         ):
             paths = [_path_of(item) for item in value.value]
+            if prefix and not any(paths) and all(isinstance(item, yaml.MappingNode) for item in value.value):
+                for number, item in enumerate(value.value):
+                    yield from _leaves(item, f"{name}.{number}.", file, depth + 1)
+                continue
             fields = [Field(path, place) for path in paths if path] if all(paths) else []
             yield Flag(name, f"{name}:", tuple(fields) or (Field("…", place, "it is a list of tables"),), place)
         else:

@@ -6,14 +6,20 @@ from slimectl.errors import SettingsError
 from slimectl.migrate.launch_scripts.conversion import ROWS, Conversion, Dialect, Row, omit_unlisted, take, typed
 from slimectl.migrate.launch_scripts.flags import Flag
 from slimectl.migrate.launch_scripts.megatron import hand_over
+from slimectl.migrate.launch_scripts.roll_algorithm import (
+    CORRECTION,
+    settle_algorithm,
+    settle_loss,
+    unlisted_correction,
+)
 from slimectl.migrate.launch_scripts.roll_keys import GROUPS, INFER, LAYOUT, TRAIN, devices
+from slimectl.migrate.launch_scripts.roll_rewards import settle_reward, unlisted_reward
 from slimectl.migrate.launch_scripts.values import secret
 from slimectl.migrate.launch_scripts.verl_keys import SIZES
 from slimectl.settings.run import KEY_VARIABLES
 
 FILES = "distils from a teacher's probabilities of the responses in a file; opd asks a teacher about the policy's own"
 ENVIRONMENTS = ("custom_envs.", "custom_env.", "train_env_manager.", "val_env_manager.")
-WHITENING = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 def unlisted(conversion: Conversion, flag: Flag) -> None:
@@ -37,7 +43,11 @@ def unlisted(conversion: Conversion, flag: Flag) -> None:
         take(conversion, flag, Row(name, f"{prefixes[prefix]}{leaf}", convert=typed))
     elif prefix and prefixes[prefix]:
         conversion.omit(flag, f"it is in a table. Give that as JSON text in [{prefixes[prefix].rstrip('.')}]")
-    elif name.startswith(("rewards.", "reward.", "reference.", "critic.", "system_envs.")):
+    elif name.startswith("rewards."):
+        unlisted_reward(conversion, flag)
+    elif name.startswith(CORRECTION):
+        unlisted_correction(conversion, flag)
+    elif name.startswith(("reward.", "reference.", "critic.", "system_envs.", "reward_model.")):
         conversion.omit(flag, LAYOUT)
     else:
         omit_unlisted(conversion, flag)
@@ -79,14 +89,14 @@ def settle(conversion: Conversion) -> None:
     if kind in ROWS:
         _settle_rows(conversion, kind)
         return
-    _settle_algorithm(conversion, kind)
-    _settle_loss(conversion)
+    settle_algorithm(conversion, kind)
     if kind == "agentic":
         _settle_environment(conversion)
     else:
         _settle_prompts(conversion)
         if kind == "rlvr":
             settle_reward(conversion)
+    settle_loss(conversion)
 
 
 def _settle_run(conversion: Conversion, kind: str) -> None:
@@ -120,126 +130,6 @@ def _settle_rows(conversion: Conversion, kind: str) -> None:
     conversion.skip_sampling()
 
 
-def _settle_algorithm(conversion: Conversion, kind: str) -> None:
-    """The estimator sets the algorithm, unless the loss does. The normalization of rewards sets its baseline."""
-    if kind == "opd":
-        conversion.put("algorithm.name", "opd", "student_train learns from the teacher")
-        return
-    variant = conversion.text("pg_variant", conversion.text("actor_train.pg_variant"))
-    estimator = conversion.converted("adv_estimator")
-    if "adv_estimator" not in conversion.flags:
-        conversion.put("algorithm.name", "ppo", "adv_estimator")
-    elif estimator is not None and variant in ("", "vanilla", "ppo"):
-        conversion.put("algorithm.name", estimator, "adv_estimator")
-    flag = conversion.flags.get("adv_estimator")
-    name = conversion.values.get("algorithm.name")
-    if kind == "agentic" and name in ("grpo", "reinforce_plus_plus"):
-        _settle_normalization(conversion)
-    elif kind == "rlvr" and name == "reinforce_plus_plus" and flag:
-        mean, std = (conversion.text(f"norm_{kind}_type", "None") for kind in ("mean", "std"))
-        if (mean, std) == ("group", "group"):
-            conversion.put("algorithm.name", "grpo", "norm_mean_type", "norm_std_type", "adv_estimator")
-        elif mean == "group":
-            conversion.put("algorithm.name", "reinforce_plus_plus_baseline", "norm_mean_type", "adv_estimator")
-    name = conversion.values.get("algorithm.name")
-    if name in WHITENING and not conversion.switch("whiten_advantages"):
-        conversion.take_back("algorithm.normalize_advantages", f"{name} always whitens advantages")
-        reason = f"advantages are not whitened there, and {name} always whitens them. Set algorithm.name by hand"
-        if flag:
-            conversion.omit(flag, reason, by_hand=True)
-
-
-WORKERS = {
-    "MathRuleRewardWorker": "math",
-    "GSM8KMathRewardWorker": "math",
-    "Geo3kRewardWorker": "math",
-    "CodeSandboxRewardWorker": "code",
-    "GeneralRuleRewardWorker": "ifeval",
-    "CrossThinkQARuleRewardWorker": "boxed_gpqa",
-    "MultipleChoiceBoxedRuleRewardWorker": "boxed_gpqa",
-    "GeneralValRuleRewardWorker": "gpqa",
-}
-"""The verifier of each class of workers."""
-NOTES = {
-    "code": "give rows metadata.tests, which `code` reads in place of test_cases",
-    "ifeval": "give rows metadata.instruction_id_list and kwargs, which `ifeval` reads in place of ground_truth",
-}
-
-
-def settle_reward(conversion: Conversion) -> None:
-    """Set the verifier of every domain. A domain without a counterpart is listed first."""
-    domains = dict.fromkeys(name.split(".")[1] for name in conversion.flags if name.startswith("rewards."))
-    types: dict[str, str] = {}
-    sources: list[str] = []
-    for domain in domains:
-        worker, tags = f"rewards.{domain}.worker_cls", f"rewards.{domain}.tag_included"
-        kind = conversion.text(worker).rpartition(".")[2]
-        listed = conversion.flags[tags].texts if tags in conversion.flags and not conversion.is_unknown(tags) else []
-        sources += [name for name in (worker, tags) if name in conversion.flags]
-        if kind in WORKERS:
-            types |= dict.fromkeys(listed or [domain], WORKERS[kind])
-            continue
-        place = ", ".join(listed) or domain
-        key = "score.rm_options.types" if len(domains) > 1 else "score.rm_type"
-        worker_class = f"{kind or 'no class'} of rewards.{domain}"
-        conversion.ask_for(key, f"{worker_class} grades {place}. Give its verifier or function (docs/verifiers.md)")
-    conversion.unlist(*sources)
-    if len(domains) == 1 and types:
-        conversion.put("score.rm_type", next(iter(types.values())), *sources)
-    elif types:
-        conversion.put("score.rm_type", "by_column", "the rewards of the file go by the tag of a row")
-        column = conversion.text(f"{TRAIN}data_args.tag", "tag")
-        conversion.put("score.rm_options.column", column, "the tag of a row names its reward")
-        conversion.put("score.rm_options.types", types, *(name for name in sources if name.endswith("tag_included")))
-    for kind in dict.fromkeys(types.values()):
-        if kind in NOTES:
-            conversion.ask_for("rollout.data", NOTES[kind], first=False)
-
-
-def _settle_normalization(conversion: Conversion) -> None:
-    """Compare episodes within their group if ROLL does. Other comparisons are left to the user."""
-    grouping = conversion.text("reward_normalization.grouping", "state")
-    method = conversion.text("reward_normalization.method", "identity")
-    names = [name for item in ("grouping", "method") if (name := f"reward_normalization.{item}") in conversion.flags]
-    if grouping == "traj_group_id" and method in ("mean_std", "mean"):
-        conversion.put("algorithm.name", "grpo", "adv_estimator", *names)
-        if method == "mean":
-            conversion.put("algorithm.grpo_std_normalization", False, "reward_normalization.method")
-        conversion.unlist(*names)
-    elif conversion.values.get("algorithm.name") == "grpo" or (method, grouping) != ("identity", "state"):
-        flag = conversion.flags[names[-1] if names else "adv_estimator"]
-        reason = f"rewards are normalized by {grouping} with {method} there; grpo compares the episodes of one start"
-        conversion.omit(flag, f"{reason}. Set algorithm.name by hand", by_hand=True)
-
-
-def _settle_loss(conversion: Conversion) -> None:
-    """In ROLL, switches turn divergences on, and other keys read the bounds."""
-    for switch, coefficient, key, default in (
-        ("use_kl_loss", "kl_loss_coef", "algorithm.kl_loss_coef", "0"),
-        ("add_token_level_kl", "init_kl_coef", "algorithm.kl_coef", "0.2"),
-    ):
-        conversion.put_switched(key, switch, coefficient, default)
-    values = conversion.values
-    clip = conversion.real("pg_clip", 0.2)
-    if conversion.switch("use_pg_clip_range"):
-        for name, key in (("pg_clip_low", "algorithm.eps_clip"), ("pg_clip_high", "algorithm.eps_clip_high")):
-            conversion.put_known(key, conversion.real(name, 0.2), name)
-        conversion.unlist("use_pg_clip_range")
-    else:
-        conversion.take_back("algorithm.eps_clip_high", "use_pg_clip_range is off, so that pg_clip is both bounds")
-        if "pg_clip_low" in conversion.flags:
-            conversion.omit(conversion.flags["pg_clip_low"], "use_pg_clip_range is off")
-        conversion.put_known("algorithm.eps_clip", clip, "pg_clip")
-        if values.get("algorithm.name") in ("gspo", "cispo"):
-            conversion.put_known("algorithm.eps_clip_high", clip, "pg_clip")
-    if values.get("algorithm.name") == "ppo" and "value_clip" not in conversion.flags:
-        conversion.put("algorithm.value_clip", 1e6, "ROLL clips no values without value_clip")
-    if conversion.switch("dual_clip_loss"):
-        conversion.put("algorithm.eps_clip_c", 1.0 + 2.0 * clip, "dual_clip_loss", "pg_clip")
-    if conversion.text("loss_agg_mode") == "seq-mean-token-sum":
-        conversion.put("algorithm.fixed_length", 1, "loss_agg_mode")
-
-
 def _settle_prompts(conversion: Conversion) -> None:
     """Prompts are chats of a file. Their lengths limit the response, whatever the engine's arguments are."""
     count = "num_return_sequences_in_group"
@@ -252,6 +142,9 @@ def _settle_prompts(conversion: Conversion) -> None:
         length = conversion.number("sequence_length", 0) - conversion.number("prompt_length", 1024)
         conversion.put("rollout.max_response_len", length, *lengths)
     conversion.put("rollout.label_key", "ground_truth", "ROLL's rows have their label there")
+    if (more := "max_additional_running_prompts") in conversion.flags:
+        prompts = conversion.number("rollout_batch_size", 128) + conversion.number(more, 0)
+        conversion.put_known("rollout.over_sampling_batch_size", prompts, "rollout_batch_size", more)
     if f"{TRAIN}data_args.messages" not in conversion.flags:
         conversion.put("rollout.apply_chat_template", True, "ROLL renders prompts by data_args.template")
 
@@ -264,14 +157,48 @@ def _settle_environment(conversion: Conversion) -> None:
     conversion.program_defaults |= {"prompt_length": None, "num_return_sequences_in_group": None}
     conversion.put_known("rollout.n_samples_per_prompt", size, group)
     conversion.put_known("run.rollout_batch_size", max(1, episodes // size), rows, group)
+    turn, length = f"{INFER}generating_args.max_new_tokens", "sequence_length"
+    if "rollout.max_response_len" in conversion.values:
+        conversion.put_known("rollout.env_turn_tokens", conversion.values["rollout.max_response_len"], turn)
+    conversion.drop("rollout.max_response_len")
+    if length in conversion.flags:
+        conversion.put_known("rollout.max_response_len", conversion.number(length, 0), length)
     groups = "train_env_manager.num_env_groups"
     if groups in conversion.flags:
         conversion.put_known("rollout.env_concurrency", conversion.number(groups, 1) * size, groups, group)
-    tags = conversion.flags.get("train_env_manager.tags")
-    kinds = [conversion.text(f"{table}{tag}.env_type") for tag in (tags.texts if tags else [])
-             for table in ("custom_envs.", "custom_env.") if f"{table}{tag}.env_type" in conversion.flags]  # fmt: skip
-    named = ", ".join(dict.fromkeys([*(tags.texts if tags else []), *kinds])) or "those of custom_envs"
+    flag = conversion.flags.get("train_env_manager.tags")
+    tags = flag.texts if flag else []
+    tables = [name for tag in tags for table in ("custom_envs.", "custom_env.")
+              if f"{(name := f'{table}{tag}.')}env_type" in conversion.flags]  # fmt: skip
+    kinds = list(dict.fromkeys(conversion.text(f"{table}env_type") for table in tables))
+    if len(kinds) == 1 and kinds[0] in GAMES:
+        _put_game(conversion, tables[0], *GAMES[kinds[0]])
+        return
+    named = ", ".join(dict.fromkeys([*tags, *kinds])) or "those of custom_envs"
     conversion.ask_for("rollout.env", f"the environments of the file are {named}. Choose one of docs/environments.md")
+
+
+GAMES = {
+    "frozen_lake": ("gymnasium:FrozenLake-v1", "is_slippery"),
+    "sokoban": ("textarena:Sokoban-v0", "dim_room num_boxes"),
+}
+"""The same games in other libraries, with the arguments that have the same names."""
+OWN_TEXTS = "is the same game with its own prompts, answers and rewards (docs/environments.md)"
+
+
+def _put_game(conversion: Conversion, table: str, game: str, arguments: str) -> None:
+    """Set the environment of a game, with the arguments of its first variant, and evaluate held-out episodes."""
+    conversion.put("rollout.env", game, f"{table}env_type")
+    for argument in arguments.split():
+        if (flag := conversion.flags.get(f"{table}env_config.{argument}")) and not flag.problem:
+            conversion.put(f"rollout.env_args.{argument}", typed(flag), flag.name)
+            conversion.unlist(flag.name)
+    conversion.unlist(f"{table}env_type")
+    conversion.omit(conversion.flags[f"{table}env_type"], f"{game} {OWN_TEXTS}")
+    if any(name.startswith("val_env_manager.") for name in conversion.flags):
+        count = conversion.number("val_batch_size", 128)
+        conversion.put("eval.data.games", f"env:eval@[0:{count}]" if count > 0 else "env:eval", "val_batch_size")
+        conversion.unlist("val_batch_size")
 
 
 def _mapping(conversion: Conversion, name: str) -> list[int]:

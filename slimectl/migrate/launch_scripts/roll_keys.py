@@ -35,6 +35,8 @@ from slimectl.migrate.launch_scripts.verl_keys import SIZES, prefixed
 TRAIN, INFER = "actor_train.", "actor_infer."
 LAYOUT = "the reference and rewards have no GPUs of their own; verifiers run in worker processes"
 REPORTS = "records are in the run's folder, and every step is reported"
+OWN_ENVIRONMENT = "rollout.env has its own prompts and rewards: python:FILE.py:CLASS is yours (docs/environments.md)"
+MIXED = "the loss is one of docs/algorithms.md, without a second term. topr leaves out or weighs negative responses"
 REWARDS = "set score.rm_type to a verifier (docs/verifiers.md): math, code, ifeval, judge, …"
 
 RUNNING = (
@@ -51,7 +53,13 @@ RUNNING = (
     Row("defaults", text="the files lie elsewhere: allow their folder by --root DIR"),
     Row("logging_dir logging_steps profiler_output_dir rollout_dump_dir render_save_dir system_envs.NCCL_DEBUG "
         "profiler_timeline resume_from_checkpoint rpc_timeout max_running_requests generate_opt_level model_name "
-        "track_name checkpoint_config.NAME hydra.NAME profiler.NAME num_env_workers", text=REPORTS),
+        "track_name checkpoint_config.NAME hydra.NAME profiler.NAME num_env_workers base_dir local_rank "
+        "length_profiler_dir profiler_memory report_length_and_rewards save_logging_board_dir", text=REPORTS),
+    Row("is_offload_states", "cluster.offload_train", "with cluster.colocate", on),
+    Row("is_offload_optimizer_states_in_train_step", "train.offload", "true is optimizer", Always("optimizer")),
+    Row("model_download_type", text="names of models are of Hugging Face's hub; others are folders"),
+    Row("rollout_mock.NAME", text="run.keep_samples keeps samples, and `slimectl train SAMPLES` trains on them"),
+    Row("router_args.NAME", text="engine.router is the policy of the router"),
 )  # fmt: skip
 ROLLOUT = (
     Row("rollout_batch_size", "run.rollout_batch_size", "with environments episodes, by group_size", default=128),
@@ -68,7 +76,16 @@ ROLLOUT = (
     Row("validation.eval_steps", text="eval_steps is eval.interval"),
     Row("is_num_return_sequences_expand val_batch_size", text="requests are sent one by one to the engines"),
     Row("async_generation_ratio", "run.async_level", "rounds, rounded up. 0 turns it off", ahead),
-    Row("use_additional_prompts dynamic_sampling_cfg", text="set rollout.dynamic_sampling_filter_path"),
+    Row("use_additional_prompts dynamic_sampling_cfg", text="rollout.dynamic_sampling_filter_path replaces groups"),
+    Row("is_use_additional_prompts", text="rollout.over_sampling_batch_size starts more prompts than a round needs"),
+    Row("max_additional_running_prompts", "rollout.over_sampling_batch_size", "added to rollout_batch_size"),
+    Row("val_greedy", "eval.temperature", "true is 0", Always(0.0)),
+    Row("val_n_sample", "eval.n_samples_per_prompt"),
+    Row("val_prompt_length", text="rollout.max_prompt_len limits every prompt"),
+    Row("val_sequence_length", text="rollout.max_context_len limits every conversation"),
+    Row("user_defined_rollout_loop_cls", text="set rollout.function_path to your own function"),
+    Row("vlm_filter.NAME", text="longer prompts than rollout.max_prompt_len are skipped and counted"),
+    Row("dataset_filter.NAME", text="slice or filter the file of rollout.data", neutral=""),
     Row("pretrain actor_train.model_args.model_name_or_path", "model.path"),
     Row("critic.model_args.model_name_or_path reward_pretrain", "algorithm.critic_load"),
     Row("critic.training_args.learning_rate", "algorithm.critic_lr", default=5e-5),
@@ -90,9 +107,12 @@ ROLLOUT = (
     Row("max_actions_per_traj", "rollout.env_max_turns", "with rollout.env"),
     Row("train_env_manager.group_size", "rollout.n_samples_per_prompt", "episodes of one start"),
     Row("train_env_manager.num_env_groups", "rollout.env_concurrency", "times group_size, with rollout.env"),
-    Row("custom_envs.NAME custom_env.NAME val_env_manager.NAME train_env_manager.NAME", text="set rollout.env"),
-    Row("env_manager_cls agent_config_common.NAME env_config.NAME agent_system_template agent_template",
-        text="an environment is rollout.env, a program rollout.agent (docs/environments.md, docs/agents.md)"),
+    Row("custom_envs.NAME custom_env.NAME", text=OWN_ENVIRONMENT),
+    Row("val_env_manager.NAME train_env_manager.NAME", text="rollout.env_concurrency episodes are played at a time"),
+    Row("env_manager_cls agent_config_common.NAME env_config.NAME agent_system_template agent_template "
+        "single_prompt_agent_system_template single_prompt_agent_template all_response_pattern action_pattern "
+        "think_action_pattern sokoban_format_penalty frozen_format_penalty format_penalty default_history_length",
+        text=OWN_ENVIRONMENT),
     Row(f"{INFER}strategy_args.strategy_name", "engine.backend",
         convert=choice("vllm sglang", hf_infer="transformers")),
     Row(prefixed(INFER, "num_gpus_per_worker strategy_args.strategy_config.tensor_parallel_size "
@@ -114,7 +134,7 @@ ALGORITHM = (
     Row("adv_estimator", "algorithm.name", "gae is ppo",
         choice("grpo rloo gspo", gae="ppo", reinforce="reinforce_plus_plus")),
     Row("pg_variant actor_train.pg_variant", "algorithm.name",
-        convert=choice("gspo cispo", vanilla="grpo", ppo="grpo")),
+        "tis is cispo with bounds of its own", choice("gspo cispo", vanilla="grpo", ppo="grpo", tis="cispo")),
     *namesakes("algorithm", "gamma lambd kl_loss_coef"),
     Row("pg_clip", "algorithm.eps_clip", default=0.2),
     Row("pg_clip_low", "algorithm.eps_clip", "with use_pg_clip_range"),
@@ -122,26 +142,52 @@ ALGORITHM = (
     Row("value_clip", "algorithm.value_clip", "no bound there without it"),
     Row("dual_clip_loss", "algorithm.eps_clip_c", "true is 1 + 2 pg_clip", lambda flag: 1.4 if on(flag) else None),
     Row("loss_agg_mode", "algorithm.calculate_per_token_loss", "token-mean is true, seq-mean-token-mean false",
-        choice(token_mean=True, seq_mean_token_mean=False, seq_mean_token_sum=False), default=False),
+        choice(token_mean=True, seq_mean_token_mean=False, seq_mean_token_sum=False, seq_mean_token_sum_norm=False),
+        default=False),
     Row("whiten_advantages", "algorithm.normalize_advantages", convert=on),
     Row("use_kl_loss", "algorithm.kl_loss_coef", "a coefficient above 0 switches it on"),
     Row("add_token_level_kl", "algorithm.kl_coef", "a coefficient above 0 switches it on"),
     *renamed("init_kl_coef=algorithm.kl_coef entropy_loss_coef=algorithm.entropy_coef "
              "critic_warmup=algorithm.num_critic_only_steps"),
+    Row("actor_train.cispo_epsilon_low cispo_epsilon_low", "algorithm.eps_clip", "with cispo; 0.1 without it"),
+    Row("actor_train.cispo_epsilon_high cispo_epsilon_high", "algorithm.eps_clip_high", "with cispo; 0.1 without it"),
+    Row("actor_train.tis_lower_bound tis_lower_bound", "algorithm.eps_clip", "with tis, which is cispo: 1 less this"),
+    Row("actor_train.tis_upper_bound tis_upper_bound", "algorithm.eps_clip_high", "with tis: this less 1"),
+    Row("actor_train.cispo_use_unified_mask cispo_use_unified_mask", text=LOSS, neutral=OFF),
+    Row("actor_train.kimi15_beta kimi15_beta actor_train.kimi15_tau kimi15_tau", text="kimi15 has no counterpart here"),
+    Row("importance_sampling", "algorithm.name", "seq is gspo", choice(seq="gspo", token=None)),
+    Row("train_infer_correction.is_weight.enabled", "algorithm.use_tis", convert=on),
+    Row("train_infer_correction.is_weight.weight_type", "algorithm.tis_level"),
+    Row("train_infer_correction.is_weight.upper_bound", "algorithm.tis_clip", "1.2 without it"),
+    Row("train_infer_correction.filters", "algorithm.use_rs", "the first filter of the ratio, with its bounds"),
     Row("advantage_clip difficulty_loss_weight length_loss_weight ipo", text=LOSS, neutral=OFF),
     Row("difficulty_mask error_max_len_clip", text=MASK, neutral=OFF),
     Row("reward_norm reward_shift reward_scale whiten_rewards", text=REWARD, neutral=OFF),
     Row("query_filter_config.type", text=FILTERED, neutral="no_filter"),
-    Row("reward_clip norm_mean_type norm_std_type kl_penalty target_kl kl_horizon difficulty_low_threshold "
-        "difficulty_high_threshold use_pg_clip_range train_infer_correction batch_adjust_mode step_reward_gamma "
-        "reward_normalization.NAME ratio_type loss_agg_mode_NAME enable_old_logprobs_recompute episode_reward_weight "
+    Row("postive_loss_coef use_topr_neg_loss_coef", text=MIXED, neutral=OFF),
+    Row("rl_loss_coef", text=MIXED, neutral="1 1.0"),
+    Row("use_policy_loss_type", text="with one step a round both are the same. The ratio is clipped", neutral="ppo"),
+    Row("kl_penalty", text="the penalty in the reward is k1, the difference of log-probabilities", neutral="kl"),
+    Row("target_kl", text="coefficients of divergences are constant", neutral=OFF),
+    Row("kl_horizon", text="it matters with target_kl only"),
+    Row("batch_adjust_mode", text="a step may have any number of rows"),
+    Row("enable_old_logprobs_recompute force_disable_old_logprobs_recompute",
+        text="old log-probabilities are recomputed. algorithm.use_rollout_logprobs takes the engine's"),
+    Row("ratio_type", text="algorithm.name = gspo takes the ratio of a whole response", neutral="token"),
+    Row("l2 use_reward_scaling use_reward_norm add_len_reward", text=REWARD, neutral=OFF),
+    Row("mask_type", text="masks leave responses out of the loss, not out of the baseline", neutral="loss"),
+    Row("balance_length minibatch_data_iter_num", text="train.balance_data divides rows by their length"),
+    Row("reward_clip norm_mean_type norm_std_type difficulty_low_threshold difficulty_high_threshold "
+        "use_pg_clip_range step_reward_gamma reward_normalization.NAME loss_agg_mode_NAME episode_reward_weight "
         "step_reward_weight query_filter_config.NAME rlvr_option.NAME", text=OBJECTIVE),
     Row("max_len_mask", "rollout.sample_filter_path", convert=Always(NOT_TRUNCATED)),
     Row("beta", "algorithm.beta", "of dpo"),
     Row("label_smoothing", "algorithm.label_smoothing", "of dpo"),
     Row("teacher.model_args.model_name_or_path", "algorithm.opd_teacher_load", "with student_train"),
+    Row("teacher.opd_kl_coef opd_kl_coef", "algorithm.opd_kl_coef"),
+    Row("is_pure_opd use_opd", text="with a teacher only, algorithm.name is opd. Else algorithm.opd_kl_coef adds it"),
     Row("teacher.NAME opsd_mode opsd_solution_key opsd_max_solution_length distill_loss_weight distill_on_prompt "
-        "logits_topk teacher_temperature student_temperature kd_objective adaptive_kl_alpha is_pure_opd",
+        "logits_topk teacher_temperature student_temperature kd_objective adaptive_kl_alpha",
         text="the teacher reads what the policy reads; its divergence is each token's own (algorithm.opd_kl_coef)"),
     Row("enable_reference", text="there is a reference where a coefficient of divergence is above 0"),
     Row("ppo_epochs", text=REUSE, neutral="1"),
@@ -173,7 +219,9 @@ TRAINING = (
     Row(f"{TRAIN}model_args.lora_dropout {TRAIN}model_args.autocast_adapter_dtype", text="adapters are in float32"),
     Row(f"{TRAIN}model_args.model_config_kwargs.NAME", text="the model's shape comes from its config.json"),
     Row(prefixed(TRAIN, "model_args.NAME use_remove_padding offload_nccl logits_in_fp32 infer_batch_size "
-                 "use_sequence_packing name"), text=KERNELS),
+                 "use_sequence_packing name sequence_packing_args.NAME sequence_length_round_in_train "
+                 "sequence_length_round_in_infer apply_loss_scale num_gpus_per_worker world_size backend_timeout "
+                 "max_concurrency system_envs.NAME generating_args.NAME"), text=KERNELS),
     Row(f"{TRAIN}use_dynamic_batching_in_train", "train.use_dynamic_batch_size", convert=on),
     Row(f"{TRAIN}use_dynamic_batching_in_infer {TRAIN}max_tokens_per_microbatch_in_infer",
         text="set train.max_tokens_per_gpu"),
