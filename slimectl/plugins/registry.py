@@ -208,6 +208,7 @@ VERIFIERS = Registry(
         "remote_rm": Component("slimectl.rewards.remote:RemoteRm"),
         "repetition": Component("slimectl.rewards.shaping:Repetition"),
         "reward_model": Component("slimectl.rewards.reward_model:RewardModel"),
+        "rubric": Component("slimectl.rewards.rubric:Rubric"),
     },
 )
 

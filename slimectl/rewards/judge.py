@@ -53,7 +53,7 @@ _OUT_OF = re.compile(r"[*_`\s]{0,4}(?:/|out\s+of\b)\s*(\d+(?:\.\d+)?)")
 _SCALE_END = re.compile(r"\d\s?(?:-|–|to|\.\.)\s?(\d+(?:\.\d+)?)")
 """A scale before the number, such as 1-5."""
 WHOLE = "{whole_response}"
-_NAMES = re.compile(r"\{(prompt|response|whole_response|label)\}")
+_NAMES = re.compile(r"\{([a-z_]+)\}")
 
 
 @dataclass(frozen=True)
@@ -132,16 +132,20 @@ class Judge(Remote):
     def patience_s(self) -> float:
         return self.timeout_s * self.max_attempts
 
-    def question(self, sample: Sample) -> str:
-        """Fill in the template in one pass, because braces in the model's text are not placeholders."""
+    def question(self, sample: Sample, **more: str) -> str:
+        """Fill in the template in one pass, because braces in the model's text are not placeholders.
+
+        `more` has further texts by placeholder. Other braces stay.
+        """
         answer = find(sample, "response")
         parts = {
             "prompt": _as_text(sample.prompt),
             "response": answer.text if answer else "",
             "whole_response": sample.response,
             "label": text_of_label(sample.label),
+            **more,
         }
-        return _NAMES.sub(lambda name: parts[name[1]], self.template)
+        return _NAMES.sub(lambda name: parts.get(name[1], name[0]), self.template)
 
     def read(self, reply: str) -> float | None:
         """Parse the reward from a judge's reply. None if it is missing or outside the scale."""
@@ -175,17 +179,25 @@ class Judge(Remote):
         answer = self._find(sample)
         if answer is None:
             return no_answer("response", UNCLOSED, min(self.values.values(), default=0.0))
-        reward, reply = None, ""
-        for _ in range(self.max_attempts):
-            reply = await self._request_reply(sample, http)
-            if (reward := self.read(reply)) is not None:
-                break
-        reason = redact_text(f"the judge says {quote(reply[-60:])}")
-        reason = reason if reward is not None else f"no score in the judge's reply: {reason}"
+        reward, reply = await self._verdict(self.question(sample), http)
+        reason = self._reason(reward, reply)
         return Grade(self.default_score if reward is None else reward, "response", reason, answer.text, answer.span)
 
-    async def _request_reply(self, sample: Sample, http: HttpClient) -> str:
-        messages = [{"role": "user", "content": self.question(sample)}]
+    async def _verdict(self, question: str, http: HttpClient) -> tuple[float | None, str]:
+        """Return the number in the judge's reply, and the reply. None if no reply has one."""
+        verdict, reply = None, ""
+        for _ in range(self.max_attempts):
+            reply = await self._reply_to(question, http)
+            if (verdict := self.read(reply)) is not None:
+                break
+        return verdict, reply
+
+    def _reason(self, verdict: float | None, reply: str) -> str:
+        reason = redact_text(f"the judge says {quote(reply[-60:])}")
+        return reason if verdict is not None else f"no score in the judge's reply: {reason}"
+
+    async def _reply_to(self, question: str, http: HttpClient) -> str:
+        messages = [{"role": "user", "content": question}]
         body = {"model": self.model, "messages": messages, "temperature": self.temperature,
                 "max_tokens": self.max_tokens, **self.body}  # fmt: skip
         answer = await http.post(

@@ -378,7 +378,8 @@ def _accepted_types(kind: Any) -> Any:
     """Types that a value of the annotated type may have."""
     if kind is float:
         return float | int
-    return dict if get_origin(kind) is dict else kind
+    origin = get_origin(kind)
+    return origin if origin in (dict, list) else kind
 
 
 def _hint(name: str, available: list[str]) -> str:

@@ -48,7 +48,8 @@ def test_no_hostile_response_raises_or_overruns(executor: LocalExecutor):
 
 def test_every_verifier_is_tried():
     tried_ones = {name.removeprefix("boxed_") for name in TRIALS}
-    elsewhere = {"random", "remote_rm", "reward_model"}  # a coin, a server (below), a model: its own tests
+    # A coin, servers (below), a model: its own tests.
+    elsewhere = {"random", "remote_rm", "reward_model", "rubric"}
     assert set(known_types()) - tried_ones <= elsewhere
 
 
@@ -86,7 +87,7 @@ def test_no_hostile_response_or_reply_breaks_the_judge():
 
 def test_what_a_server_says_is_a_reward_or_a_backend_error():
     found = list(answered(COUNT, seed=2))
-    assert len(found) == 2 * COUNT
+    assert len(found) == 4 * COUNT
     assert [pair for pair in found if isinstance(pair[1], Exception)] == []
 
 

@@ -19,6 +19,7 @@ from slimectl.errors import BackendError
 from slimectl.rewards import Verifier, known_types, verifier, weighted
 from slimectl.rewards.judge import Judge
 from slimectl.rewards.remote import RemoteRm
+from slimectl.rewards.rubric import Rubric
 from slimectl.system.client import run_sync
 from slimectl.types import Sample
 
@@ -35,7 +36,8 @@ OPTIONS: dict[str, dict[str, object]] = {
     "overlong": {"limit": 100, "buffer": 50},
     "regex": {"pattern": r"Answer:\s*(.*)"},
 }
-APART = ("code", "ifbench", "ifeval", "judge", "random", "reasoning_gym", "remote_rm", "reward_model")
+APART = ("code", "ifbench", "ifeval", "judge", "random", "reasoning_gym", "remote_rm", "reward_model",
+         "rubric")  # fmt: skip
 """Those that want metadata, or a server, of their own."""
 
 NAMES = [prefix + name for name in known_types() if name not in APART for prefix in ("", "boxed_")]
@@ -160,7 +162,7 @@ def answered(count: int, seed: int) -> Iterator[tuple[tuple[str, str], dict[str,
 
     An answer that is no reward is a BackendError; anything else that is raised is a fault.
     """
-    given = iter(replies(2 * count, seed))
+    given = iter(replies(4 * count, seed))
 
     def garbage(body: object) -> web.Response:
         status, text = next(given)
@@ -169,9 +171,10 @@ def answered(count: int, seed: int) -> Iterator[tuple[tuple[str, str], dict[str,
     samples = [sample_of("x", "5") for _ in range(3)]
     with grading(garbage) as server:
         once: dict[str, Any] = {"url": server.url, "max_retries": 0, "timeout_s": 5.0}
-        for name, asks in (("judge", Judge(**once)), ("remote_rm", RemoteRm(**once))):
+        rubrics = [(f"rubric {mode}", Rubric(**once, criteria=["a"], mode=mode)) for mode in ("each", "together")]
+        for name, asks in (("judge", Judge(**once)), ("remote_rm", RemoteRm(**once)), *rubrics):
             for number in range(count):
-                some = samples[: 1 if name == "judge" or number % 2 else 3]
+                some = samples[: 1 if name != "remote_rm" or number % 2 else 3]
                 started = time.process_time()
                 try:
                     for verdict in run_sync(lambda asker, asks=asks, some=some: asks.grade_async(some, asker)):

@@ -460,6 +460,7 @@ ALGORITHM_ROWS: dict[str, Row] = {
     "eps_clip": training(0.05),
     "eps_clip_high": training(0.02),
     "eps_clip_c": training(1.01, algorithm__use_rollout_logprobs=True),
+    "gdpo_weights": elsewhere("algorithms/test_gdpo.py::"),
     "grpo_std_normalization": training("other"),
     "tau_pos": training(3.0),
     "tau_neg": training(3.0),
