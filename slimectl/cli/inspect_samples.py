@@ -195,6 +195,8 @@ def heading(record: Mapping[str, Any], file: SamplesFile | None = None) -> str:
     reward, label = (one_line(compact(record.get(name)), 200) for name in ("reward", "label"))
     error = (record.get("metadata") or {}).get("error") if isinstance(record.get("metadata"), dict) else None
     shown = f"\nfailed: {one_line(error, 500)}" if isinstance(error, str) else ""
+    if rewards := [turn["reward"] for turn in response_turns(record) if "reward" in turn]:
+        reward += f" of turns {one_line(' '.join(f'{value:.4g}' for value in rewards), 200)}"
     return f"--- {place}sample {record.get('index', 0)} ({one_line(status, 20)}, reward {reward}, label {label}){shown}"
 
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 from workshop import Workshop
@@ -49,6 +50,44 @@ def test_a_run_learns_from_episodes_and_goes_on_after_kill_9(games: Workshop):
     assert [line["eval/small"] for line in measured] == [0.0] * 2  # prompts that are no tasks are answered in one turn
     timings = (games.folder / "runs" / "killed" / "perf.jsonl").read_text()
     assert "perf/non_generation_time/mean" in timings
+
+
+def test_turns_of_episodes_get_their_own_credit(games: Workshop):
+    words = [
+        "run",
+        *PLAY,
+        "-s",
+        "rollout.n_samples_per_prompt=4",
+        "-s",
+        "run.rollout_batch_size=2",
+        "-s",
+        "run.num_rollout=1",
+    ]
+    words += [
+        "-s",
+        "eval.data={small={path='prompts.jsonl@[0:1]', rm_type='exact'}}",
+        "-s",
+        "algorithm.name=gigpo",
+        "-s",
+        "run.keep_samples=train",
+        "--name",
+        "credit",
+    ]
+    games.slimectl(*words)
+    [step] = [line["metrics"] for line in games.metrics("credit") if "train/grad_norm" in line["metrics"]]
+    # Every answer of the random model is invalid: all turns are in the first state. The end gives the last turn 0.5.
+    assert [step[f"rollout/turn_reward/{number}"] for number in range(3)] == [0.0, 0.0, 0.5]
+    assert step["rollout/state_groups"] == 2.0
+    assert step["rollout/state_group_size/mean"] == 12.0
+    [file] = (games.folder / "runs" / "credit").glob("step_*/train_data.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    # Returns 0.5 * 0.95^2, 0.5 * 0.95 and 0.5, the same in all four attempts; equal rewards of attempts add nothing.
+    returns = [0.5 * 0.95**2, 0.5 * 0.95, 0.5] * 4
+    expected = [(value - fmean(returns)) / (stdev(returns) + 1e-6) for value in returns[:3]]
+    for row in rows:
+        values = [value for value, bit in zip(row["advantages"], row["loss_mask"], strict=True) if bit]
+        assert [*dict.fromkeys(values)] == pytest.approx(expected, rel=1e-5)
+        assert not any(value for value, bit in zip(row["advantages"], row["loss_mask"], strict=True) if not bit)
 
 
 def test_a_rollout_has_an_episode_for_each_sample_and_a_hanging_one_fails_alone(games: Workshop):

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from policies.policy_cases import Clipped, WeightedNegativeLogProb
-from policies.trie_cases import assert_same_step, calm_model, counted_tokens, forked_rows, padded, unique_tokens
+from policies.trie_cases import (
+    assert_close,
+    assert_same_step,
+    calm_model,
+    counted_tokens,
+    forked_rows,
+    padded,
+    unique_tokens,
+)
+from stages.passes import set_loss_weights, training_batch
 from torch import Tensor
 
 from slimectl.algorithms import packing
@@ -22,7 +32,8 @@ from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.options import TrainerOptions
 from slimectl.policies.pack_plan import plan_pack
 from slimectl.policies.recompute import Recompute
-from slimectl.types import TrainingSample
+from slimectl.settings.algorithm import ALGORITHMS
+from slimectl.types import Sample, Status, TrainingSample
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +142,37 @@ def test_a_turn_that_goes_on_from_another_needs_no_branch():
     rows = [TrainingSample([*range(length)], 3, []) for length in (10, 15, 20)]
     [trie] = build_tries(rows, max_tokens=100)
     assert [(span.start, span.length) for span in plan_pack(rows, [trie]).spans] == [(0, 19)]
+
+
+def test_turns_that_branches_and_attempts_share_keep_their_own_advantages(shared: FsdpPolicy, alone: FsdpPolicy):
+    first, tool, prompt = [11, 12, 13], [7, 7], [1, 2, 3, 4]
+
+    def branch(index: int, attempt: int, second: list[int], rewards: list[float], turn: int, taught: int) -> Sample:
+        ends = 3, 5 + len(second)
+        entries = [{"start": 0, "end": 3, "reward": rewards[0], "turn": 0},
+                   {"start": 5, "end": ends[1], "reward": rewards[1], "turn": turn}]  # fmt: skip
+        mask = [taught] * 3 + [0, 0] + [1] * len(second)
+        return Sample(index=index, rollout_id=attempt, tokens=[*prompt, *first, *tool, *second], loss_mask=mask,
+                      response_length=ends[1], reward=0.0, turn_rewards=entries, status=Status.COMPLETED)  # fmt: skip
+
+    # Two branches of attempt 0 after one turn; attempt 2 took the same first turn, and got less for what followed.
+    samples = [branch(0, 0, [21, 22], [1.0, 2.0], 1, 1), branch(1, 0, [23], [1.0, 4.0], 2, 0),
+               branch(2, 2, [24, 25, 26], [0.5, 0.0], 1, 1)]  # fmt: skip
+    algorithm = ALGORITHMS["turn_grpo"].model_validate({"grpo_std_normalization": False, "turn_gamma": 0.5})
+    batch, _ = training_batch(samples, algorithm)
+    # Returns 1 + 0.5 (2 + 0.5 * 4) = 3, 4, 4 of attempt 0 and 0.5, 0 of attempt 2. No other attempt has a turn 2.
+    assert [row.advantages for row in batch.rows] == [
+        [1.25, 1.25, 1.25, 0, 0, 2, 2], [0, 0, 0, 0, 0, 0], [-1.25, -1.25, -1.25, 0, 0, -2, -2, -2]]  # fmt: skip
+    set_loss_weights(batch.rows, batch.executions, algorithm)
+    assert sum(map(bool, batch.rows[1].loss_weights)) == 1  # the shared turn is trained on once
+    [trie] = build_tries(batch.rows, max_tokens=100)
+    assert trie.tokens == 9 + 1 + 2  # what is read before the last token of each row, the common beginning once
+    for row, log_probs in zip(batch.rows, alone.log_probs(batch.rows), strict=True):
+        row.old_log_probs = log_probs
+    assert_same_step(shared, alone, batch.rows, Clipped(), gradients)
+    # At a ratio of 1 the gradient is that of -sum(weight advantage log p), token by token.
+    by_hand = [replace(row, loss_weights=[w * a for w, a in zip(row.loss_weights, row.advantages, strict=True)])
+               for row in batch.rows]  # fmt: skip
+    shared.forward_backward(batch.rows, Clipped())
+    alone.forward_backward(by_hand, WeightedNegativeLogProb())
+    assert_close(gradients(shared), gradients(alone))

@@ -9,6 +9,7 @@ from workshop import Workshop
 
 from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.settings import Settings
+from slimectl.settings.checks import conflicts
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.signal import SignalCount, missing_signal
 from slimectl.types import Sample, Status, TrainingSample
@@ -70,6 +71,14 @@ def test_without_comparison_in_groups_equal_rewards_of_a_round_teach_nothing() -
     assert missing_signal(batch([1.0, 1.0, 0.0, 0.0], [1.0, 1.0, -1.0, -1.0]), alone, NO_HOOKS) == ""
     assert missing_signal(batch([0.0] * 4, [0.3, -0.3, 0.1, -0.1]), alone, NO_HOOKS) == "every reward was 0"
     assert missing_signal(batch([1.0], [1.0]), alone, NO_HOOKS) == ""  # nothing to be equal to
+
+
+def test_turns_teach_although_the_attempts_got_the_same() -> None:
+    equal = batch([1.0] * 4, [0.3, -0.3, 0.0, 0.0])
+    assert missing_signal(equal, settings(name="turn_grpo"), NO_HOOKS) == ""
+    assert missing_signal(batch([1.0] * 4, [0.0] * 4), settings(name="turn_grpo"), NO_HOOKS).startswith("every reward")
+    [line] = conflicts(settings(name="gigpo", drop_zero_std_groups=True))
+    assert line.startswith("algorithm.drop_zero_std_groups: groups of equal rewards still have turns that differ")
 
 
 def test_a_teacher_or_a_function_of_the_users_teaches_without_rewards() -> None:

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from slimectl.cli.inspect_samples import heading
 from slimectl.cli.viewer import queries
 from slimectl.cli.viewer.conversation import Message, attempt_tree, conversation, own_prompt
 from slimectl.cli.viewer.token_colours import COLOURS
 from slimectl.cli.viewer.token_view import marked_parts, sample_view, token_texts
+from slimectl.cli.viewer.turns import turns_of
 from slimectl.data.sample_index import SampleIndex, prompt_hash
 
 
@@ -197,6 +199,24 @@ def test_a_sample_is_a_conversation_in_each_family_of_templates(prompt, template
     assert [(message.role, message.text) for message in conversation(record, decoded)] == [
         *messages, ("assistant", "4"), ("user", "Sure?"), ("assistant", "Yes."),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("entries", "rewards"),
+    [
+        ([0.5, 1], [0.5, 1]),
+        ([{"start": 4, "end": 6, "reward": 2.0}], [None, 2.0]),
+        ([0.5], [None, None]),  # of which turn?
+        ([{"start": [], "reward": "x"}, "x"], [None, None]),
+        ("x", [None, None]),
+        (None, [None, None]),
+    ],
+)
+def test_a_turn_shows_its_reward(entries: Any, rewards: list[float | None]):
+    record = {"tokens": [0] * 8, "response_length": 6, "loss_mask": [1, 1, 0, 0, 1, 1], "turn_rewards": entries}
+    assert [turn.get("reward") for turn in turns_of(record, 2) if turn["author"] == "policy"] == rewards
+    shown = [f"{reward:.4g}" for reward in rewards if reward is not None]
+    assert f"reward 1 of turns {' '.join(shown)}, label" in heading(record | {"reward": 1}) or not shown
 
 
 def test_a_prompt_without_a_template_and_its_response_are_two_messages():

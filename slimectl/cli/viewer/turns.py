@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby, zip_longest
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from slimectl.types import VERSION_SPANS
 
@@ -18,6 +18,8 @@ class Turn(TypedDict):
     end: int
     taught: bool
     """Whether any token has loss mask 1."""
+    reward: NotRequired[float]
+    """Reward of this turn alone."""
 
 
 def turns_of(record: Mapping[str, Any], prompt_length: int) -> list[Turn]:
@@ -45,7 +47,25 @@ def turns_of(record: Mapping[str, Any], prompt_length: int) -> list[Turn]:
         turns.append({"author": "policy" if by_policy else "environment", "start": prompt_length + position,
                       "end": prompt_length + end, "taught": any(mask[position:end])})  # fmt: skip
         position = end
+    for turn, reward in _rewards(record.get("turn_rewards"), turns, prompt_length):
+        turn["reward"] = reward
     return turns
+
+
+def _rewards(entries: Any, turns: Sequence[Turn], prompt_length: int) -> Iterator[tuple[Turn, float]]:
+    """Yield the turns that have a reward, found by their first token or, for plain numbers, by their order."""
+    if not isinstance(entries, list):
+        return
+    own = [turn for turn in turns if turn["author"] == "policy"]
+    starts = {turn["start"] - prompt_length: turn for turn in own}
+    for number, entry in enumerate(entries):
+        reward = entry.get("reward") if isinstance(entry, dict) else entry
+        if isinstance(entry, dict) and isinstance(entry.get("start"), int):
+            turn = starts.get(entry["start"])
+        else:
+            turn = own[number] if len(own) == len(entries) else None
+        if turn is not None and isinstance(reward, int | float):
+            yield turn, reward
 
 
 def _recorded_turns(record: Mapping[str, Any], length: int) -> list[tuple[int, int]] | None:

@@ -47,7 +47,8 @@ export async function samplePage(context, [id, row], query) {
       if (!turn || position >= turn.end) {
         turn = view.turns.find((candidate) => candidate.start <= position && position < candidate.end) ?? { author: "", end: view.total };
         const untaught = turn.author === "policy" && !turn.taught ? " (not trained on here)" : "";
-        beginBlock(turn.author + untaught, turn.author);
+        const reward = turn.reward === undefined ? "" : `, reward ${number(turn.reward)}`;
+        beginBlock(turn.author + untaught + reward, turn.author);
         tool = null;
       } else if (part?.kind === "message") beginBlock("", turn.author);
       if (part?.kind === "message") headerEnd = part.end;
