@@ -81,6 +81,7 @@ def _train() -> list[Metric]:
         "valid_samples": ("samples", "Samples of the step with at least one trained token"),
         "valid_sample_ratio": ("", "Share of the step's non-empty samples that have a trained token"),
         "rollouts_left_over": ("rollouts", "Rollouts kept for the next step"),
+        "ppo_epoch": ("", "Pass over the round's samples to which the step belongs (train.ppo_epochs above 1)"),
         "step": ("steps", "The axis of train metrics"),
     }
     return [Metric(f"train/{name}", unit, "train/step", text) for name, (unit, text) in definitions.items()]

@@ -101,6 +101,11 @@ def conflicts(settings: Settings) -> Iterator[str]:
         )
     if settings.track.mode == "shared" and "wandb" not in settings.track.with_:
         yield "track.mode: shared works only with wandb. Add wandb to track.with, or set another mode."
+    if train.ppo_epochs > 1 and algorithm.trains_on != "rollouts":
+        yield (
+            f"train.ppo_epochs: {algorithm.name} does not train on rounds of rollouts. Set run.num_epoch for several "
+            f"passes over a file."
+        )
     yield from _placement_contradictions(settings)
     yield from offload_conflicts(train, settings.megatron)
     yield from megatron_conflicts(settings.megatron, train.backend, settings.cluster.ranks)

@@ -162,4 +162,4 @@ class Settings(Section):
 
         Steps may span rounds, so `rollouts` counts all rounds together.
         """
-        return -(-rollouts // self.rollouts_per_step)
+        return -(-rollouts // self.rollouts_per_step) * self.train.ppo_epochs

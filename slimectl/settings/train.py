@@ -76,6 +76,10 @@ class TrainSettings(Section):
     num_steps_per_rollout: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps per round. Use it instead of global_batch_size."""
 
+    ppo_epochs: Annotated[int, Field(ge=1)] = 1
+    """Passes over the samples of a round (PPO, arXiv:1707.06347). From the second on, rollouts are shuffled into new
+    steps."""
+
     max_tokens_per_gpu: Annotated[int, Field(ge=1)] = 8192
     """Maximum tokens of a forward pass. More samples make more micro-batches. The result does not change."""
 

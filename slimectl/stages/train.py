@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import random
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, cast
 
 from slimectl.algorithms.normalization import RewardMoments
@@ -19,6 +21,9 @@ from slimectl.stages.signal import NO_SIGNAL, SignalCount, missing_signal
 from slimectl.stages.training_batch import build_training_batch
 from slimectl.types import Metrics, RolloutBatch, Sample, StepReport, TrainingSample
 
+Minibatch = list[tuple[int, TrainingSample]]
+"""(execution, row) of the whole rollouts of an optimizer step."""
+
 
 @dataclass
 class TrainState:
@@ -30,7 +35,7 @@ class TrainState:
     rollout_id: int = 0
     """Number of rounds started."""
 
-    pending: list[tuple[int, TrainingSample]] = field(default_factory=list)
+    pending: Minibatch = field(default_factory=list)
     """(execution, row) of rollouts that did not fill a step of train.global_batch_size. The next step starts with them.
     """
 
@@ -102,11 +107,14 @@ def train_batches(
         yield from _train_batch(batch, models, settings, state, hooks)
     if state.pending:
         minibatch, state.pending = state.pending, []
-        report = _step_report(minibatch, models, settings, hooks, state)
-        report.sampling = sampling
-        report.metrics.pop("rollout/entropy", None)  # the policy has changed since the round was sampled
-        report.timings |= _round_timings(models)
-        yield report
+        for i, (epoch, step) in enumerate(_epochs([minibatch], settings, state)):
+            report = _step_report(step, models, settings, hooks, state, place=(i, epoch))
+            report.sampling = sampling
+            report.metrics.pop("rollout/entropy", None)  # the policy has changed since the round was sampled
+            report.last_step_of_round = epoch == settings.train.ppo_epochs
+            if report.last_step_of_round:
+                report.timings |= _round_timings(models)
+            yield report
 
 
 def _train_batch(
@@ -123,21 +131,22 @@ def _train_batch(
         waiting = [row for _, row in state.pending]
         minibatches = list(_take_minibatches(state, settings))
         # With several steps the policy changes before the last row is used.
-        several_steps = len(minibatches) > 1 or has_older_rows or bool(state.pending)
+        several_steps = len(minibatches) * settings.train.ppo_epochs > 1 or has_older_rows or bool(state.pending)
         attach_model_outputs(waiting, models, settings.algorithm, hooks, several_steps=several_steps)
         with timer.time("perf/advantages_time"):
             metrics |= set_advantages(data, settings, hooks, state.rollout_id)
         reason = missing_signal(data, settings, hooks)
         state.signal.add(reason)
         metrics |= ({NO_SIGNAL: 1.0} if reason else {}) | batch_metrics(batch.samples, data, settings)
-    for i, minibatch in enumerate(minibatches or [[]]):
-        report = _step_report(minibatch, models, settings, hooks, state, step_in_round=i)
+    steps = list(_epochs(minibatches, settings, state)) or [(1, Minibatch())]
+    for i, (epoch, minibatch) in enumerate(steps):
+        report = _step_report(minibatch, models, settings, hooks, state, place=(i, epoch))
         if i == 0:
             report.metrics = metrics | report.metrics | {"rollout/step": float(state.rollout_id)} | batch.metrics
             report.samples, report.rewards = batch.samples, round_rewards(batch.samples, data, settings.score)
             report.timings |= batch.timings
         report.sampling = batch.state
-        report.last_step_of_round = i == max(0, len(minibatches) - 1)
+        report.last_step_of_round = i == len(steps) - 1
         if report.last_step_of_round:
             report.timings |= _round_timings(models)
         yield report
@@ -149,7 +158,27 @@ def _round_timings(models: Models) -> Metrics:
     return models.timer.take()
 
 
-def _take_minibatches(state: TrainState, settings: Settings) -> Iterator[list[tuple[int, TrainingSample]]]:
+def _epochs(minibatches: Sequence[Minibatch], settings: Settings, state: TrainState) -> Iterator[tuple[int, Minibatch]]:
+    """Yield (epoch, minibatch) for every step of a round. Later epochs deal its shuffled rollouts into the same sizes.
+
+    The order depends on run.seed, the round and the epoch, so a resumed run has the same steps.
+    """
+    yield from ((1, minibatch) for minibatch in minibatches)
+    if settings.train.ppo_epochs == 1:
+        return
+    rollouts: dict[tuple[int, int], Minibatch] = {}
+    for row, rollout in zip(rows := [row for each in minibatches for row in each], rollouts_of(rows), strict=True):
+        rollouts.setdefault(rollout, []).append(row)
+    sizes = [len(set(rollouts_of(minibatch))) for minibatch in minibatches]
+    for epoch in range(2, settings.train.ppo_epochs + 1):
+        order = list(rollouts.values())
+        random.Random(f"{settings.run.seed}:{state.rollout_id}:{epoch}").shuffle(order)
+        remaining = iter(order)
+        for size in sizes:
+            yield epoch, [row for rollout in islice(remaining, size) for row in rollout]
+
+
+def _take_minibatches(state: TrainState, settings: Settings) -> Iterator[Minibatch]:
     """Take full minibatches of whole rollouts from the pending rows. Without a batch size, take the whole round."""
     while state.pending:
         rollouts = list(dict.fromkeys(rollouts_of(state.pending)))
@@ -166,15 +195,19 @@ def _take_minibatches(state: TrainState, settings: Settings) -> Iterator[list[tu
 
 
 def _step_report(
-    minibatch: list[tuple[int, TrainingSample]],
+    minibatch: Minibatch,
     models: Models,
     settings: Settings,
     hooks: Hooks,
     state: TrainState,
     *,
-    step_in_round: int = 0,
+    place: tuple[int, int],
 ) -> StepReport:
-    """Make one optimizer step and return its report. Without rows, return the report of a round without a step."""
+    """Make one optimizer step and return its report. Without rows, return the report of a round without a step.
+
+    `place` is the number of the step in its round, from 0, and the epoch, from 1.
+    """
+    step_in_round, epoch = place
     clock = models.timer.clock
     started, train_data = clock(), list[dict[str, Any]]()
     metrics: Metrics = {}
@@ -183,6 +216,8 @@ def _step_report(
         keep = train_data.append if settings.run.keep_samples == "train" else None
         metrics = optimizer_step(minibatch, models, settings.algorithm, hooks, state.next_step(step_in_round), keep)
         metrics["train/step"] = float(state.step)
+        if settings.train.ppo_epochs > 1:
+            metrics["train/ppo_epoch"] = float(epoch)
         seconds, tokens = clock() - started, sum(len(row.tokens) for _, row in minibatch)
         timings = {"perf/train_time": seconds, "perf/actor_train_tok_per_s": tokens / seconds if seconds else 0.0}
     if state.pending:

@@ -238,6 +238,7 @@ ROWS: dict[str, Row] = {
     "train.adam_eps": training(0.1),
     "train.clip_grad": training(1e-3, train__adam_eps=0.1),
     "train.global_batch_size": training(6, train__num_steps_per_rollout=None),
+    "train.ppo_epochs": training(2),
     "train.num_steps_per_rollout": training(4),
     "train.max_tokens_per_gpu": training(20),
     "train.use_dynamic_batch_size": training(False),

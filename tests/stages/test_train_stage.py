@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -323,3 +324,18 @@ def test_sft_learns_from_chats_what_the_assistant_said(workshop: Workshop):
     (log_probs,) = policy.log_probs([TrainingSample(tokenizer.encode(CHATML) + answer, 5, [0.0] * 5)])
     assert falling[0] == pytest.approx(-sum(log_probs) / 5, rel=1e-4)
     assert falling[-1] < 0.6 * falling[0]
+
+
+def test_every_epoch_measures_ratios_from_before_the_first(new_policy: Make):
+    samples, settings = attempts((1.0, 0.0), (0.5, 0.0)), given(prompts=2, train={"ppo_epochs": 2})
+    policy = new_policy()
+    rows = [TrainingSample(s.tokens, s.response_length, [1.0] * s.response_length) for s in samples]
+    before = policy.log_probs(rows)
+    reports = train(samples, Models(policy), settings)
+    assert next(reports).metrics["train/ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    middle = policy.log_probs(rows)
+    second = next(reports).metrics
+    ratios = [math.exp(b - a) for old, new in zip(before, middle, strict=True) for a, b in zip(old, new, strict=True)]
+    assert second["train/ratio_max"] == pytest.approx(max(ratios), rel=1e-4)
+    assert second["train/ratio_min"] == pytest.approx(min(ratios), rel=1e-4)
+    assert max(ratios) > 1.001
