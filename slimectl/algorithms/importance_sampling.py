@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slimectl.algorithms.surrogates import TokenRows, check_tokens, ratio, row_means
+from slimectl.algorithms.surrogates import TokenRows, check_tokens, level_ratio, ratio, row_means
 
-LEVELS = ("token", "sequence", "geometric")
 MODES = ("clip", "truncate", "mask")
 
 
@@ -43,7 +42,7 @@ def importance_weights(
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}. Available: {', '.join(MODES)}")
     old_T, rollout_T = old_T.detach(), rollout_T.detach()
-    raw_T = _ratios(old_T, rollout_T, token_rows, level)
+    raw_T = level_ratio(old_T, rollout_T, token_rows, level)
     if mode == "mask":
         weights_T = torch.where((raw_T < low) | (raw_T > high), 0.0, raw_T)
     else:
@@ -66,7 +65,7 @@ def rejection_mask(
     """
     check_tokens("rejection_mask", old_T=old_T, rollout_T=rollout_T, mask_T=token_rows.mask_T)
     _check_bounds(low, high)
-    raw_T = _ratios(old_T.detach(), rollout_T.detach(), token_rows, level)
+    raw_T = level_ratio(old_T.detach(), rollout_T.detach(), token_rows, level)
     return ((raw_T >= low) & (raw_T <= high)).to(old_T.dtype)
 
 
@@ -86,19 +85,6 @@ def self_normalization(weights_T: Tensor, token_rows: TokenRows, *, level: str) 
         masked_weights = masked_weights[~masked_weights.isnan()]
     mean = float(masked_weights.mean()) if len(masked_weights) else 0.0
     return mean or 1.0
-
-
-def _ratios(old_T: Tensor, rollout_T: Tensor, token_rows: TokenRows, level: str) -> Tensor:
-    """Return exp(old - rollout) of each token, or of its row. [T]."""
-    if level not in LEVELS:
-        raise ValueError(f"unknown level {level!r}. Available: {', '.join(LEVELS)}")
-    raw_T = ratio(old_T, rollout_T)
-    if level == "token":
-        return raw_T
-    means_T = row_means(old_T - rollout_T, token_rows)
-    mask_T, row_T, rows = token_rows
-    counts = raw_T.new_zeros(rows).index_add(0, row_T, mask_T.to(raw_T.dtype))[row_T]
-    return ratio(means_T * counts if level == "sequence" else means_T, torch.zeros_like(means_T))
 
 
 def engine_mismatch_metrics(old_T: Tensor, rollout_T: Tensor) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
+LEVELS = ("token", "sequence", "geometric")
 
 
 def check_tokens(function: str, **tensors: Tensor) -> None:
@@ -148,6 +149,41 @@ def row_means(values_T: Tensor, token_rows: TokenRows) -> Tensor:
     sums = values_T.new_zeros(rows).index_add(0, row_T, torch.where(mask_T, values_T, 0.0))
     counts = values_T.new_zeros(rows).index_add(0, row_T, mask_T.to(values_T.dtype))
     return (sums / counts.clamp(min=1))[row_T]
+
+
+def level_ratio(logprobs_T: Tensor, old_T: Tensor, token_rows: TokenRows, level: str) -> Tensor:
+    """Return exp(logp - old) of each token, its product over the row, or its geometric mean over the row. [T].
+
+    Per token Schulman et al. 2017, arXiv:1707.06347, section 3. Per row Zheng et al. 2025, arXiv:2507.18071. Raises
+    ValueError for a level that is not in LEVELS.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"unknown level {level!r}. Available: {', '.join(LEVELS)}")
+    raw_T = ratio(logprobs_T, old_T)
+    if level == "token":
+        return raw_T
+    means_T = row_means(logprobs_T - old_T, token_rows)
+    mask_T, row_T, rows = token_rows
+    counts = raw_T.new_zeros(rows).index_add(0, row_T, mask_T.to(raw_T.dtype))[row_T]
+    return ratio(means_T * counts if level == "sequence" else means_T, torch.zeros_like(means_T))
+
+
+def topr_loss(
+    logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, token_rows: TokenRows, *, level: str, high: float
+) -> tuple[Tensor, Tensor]:
+    """Return -A logp where A > 0, else -stopgrad(min(ratio, high)) A logp, and 1.0 where it is truncated. Each [T].
+
+    TOPR, Le Roux et al. 2025, arXiv:2503.14286: good responses are imitated however unlikely they have become.
+    The weight of a bad response vanishes as the policy leaves it, so that it cannot push the policy arbitrarily far.
+    The paper's ratio is that of the whole response (level "sequence") and `high` is 1.
+    """
+    check_tokens("topr_loss", logprobs_T=logprobs_T, old_T=old_T, advantages_T=advantages_T)
+    with torch.no_grad():
+        ratio_T = level_ratio(logprobs_T, old_T, token_rows, level)
+        is_bad_T = advantages_T < 0
+        weight_T = torch.where(is_bad_T, ratio_T.clamp(max=high), torch.ones_like(ratio_T))
+        truncated_T = (is_bad_T & (ratio_T > high)).to(logprobs_T.dtype)
+    return -weight_T * advantages_T * logprobs_T, truncated_T
 
 
 def gspo_logprobs(logprobs_T: Tensor, old_T: Tensor, token_rows: TokenRows) -> Tensor:
@@ -287,5 +323,32 @@ class Gmpo(BoundedSurrogate):
         return {"low": -math.expm1(-self.bounds["low"]), "high": math.expm1(self.bounds["high"])}
 
 
-SURROGATES: dict[str, type[Surrogate]] = {"ppo_clip": PpoClip, "gspo": Gspo, "cispo": Cispo, "sapo": Sapo, "gmpo": Gmpo}
+@dataclass(frozen=True)
+class Topr(Surrogate):
+    """The tapered weights of TOPR, `topr_loss` (arXiv:2503.14286), with a factor for good and for bad responses."""
+
+    topr_level: str = "sequence"
+    topr_clip: float = 1.0
+    topr_positive_weight: float = 1.0
+    topr_negative_weight: float = 1.0
+
+    def __call__(
+        self, logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, token_rows: TokenRows
+    ) -> tuple[Tensor, Tensor]:
+        loss_T, truncated_T = topr_loss(
+            logprobs_T, old_T, advantages_T, token_rows, level=self.topr_level, high=self.topr_clip
+        )
+        factor_T = torch.full_like(loss_T, self.topr_positive_weight)
+        factor_T = factor_T.masked_fill(advantages_T < 0, self.topr_negative_weight)
+        return factor_T * loss_T, truncated_T
+
+
+SURROGATES: dict[str, type[Surrogate]] = {
+    "ppo_clip": PpoClip,
+    "gspo": Gspo,
+    "cispo": Cispo,
+    "sapo": Sapo,
+    "gmpo": Gmpo,
+    "topr": Topr,
+}
 """Surrogates by their name in an algorithm's settings."""

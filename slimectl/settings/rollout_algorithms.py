@@ -115,6 +115,36 @@ class Gmpo(GroupNormalized, RatioBounds):
     """Upper clip range of a token's log-ratio. Default: eps_clip."""
 
 
+class Topr(GroupNormalized):
+    """Tapered off-policy REINFORCE: good responses are imitated, bad ones count less as the policy leaves them.
+
+    Le Roux et al. 2025, arXiv:2503.14286. A response is good if its reward is above the baseline.
+    """
+
+    surrogate: ClassVar[str] = "topr"
+
+    name: Literal["topr"] = "topr"
+    """Which algorithm."""
+
+    grpo_std_normalization: bool = False
+    """Divide by the group's standard deviation. The paper only subtracts a baseline."""
+
+    calculate_per_token_loss: bool = True
+    """Average over all tokens of the step. This is the paper's gradient of whole responses, scaled to a token."""
+
+    topr_level: Literal["token", "sequence", "geometric"] = "sequence"
+    """Level of a bad response's ratio: per token, per response (product), or geometric mean over the response."""
+
+    topr_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Upper bound of the ratio of a bad response."""
+
+    topr_positive_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Factor of the loss of good responses."""
+
+    topr_negative_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Factor of the loss of bad responses."""
+
+
 class Rloo(ClippedRatio):
     """REINFORCE leave-one-out: the other responses are the baseline (Ahmadian et al. 2024, arXiv:2402.14740)."""
 
@@ -340,6 +370,7 @@ RolloutAlgorithm = (
     | Cispo
     | Sapo
     | Gmpo
+    | Topr
     | Rloo
     | Opo
     | MaxRl

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, mean, stdev
+from typing import Any
 
 from slimectl.algorithms.losses import PolicyLoss
 from slimectl.algorithms.surrogates import SURROGATES
@@ -121,7 +122,16 @@ def clipped(ratio: float, advantage: float, low: float, high: float, dual: float
     return loss, slope
 
 
-def surrogate(row: Row, kind: str, *, low: float, high: float, dual: float | None, tau: Side) -> tuple[list, list]:
+def ratio_at(row: Row, token: Token, level: str) -> float:
+    """exp(logp - old) of a token, of the sum over its row, or of the mean over its row."""
+    kept = [each.logp - each.old for each in row if each.kept]
+    rows = {"sequence": math.fsum(kept), "geometric": fmean(kept) if kept else 0.0}
+    return exp(rows.get(level, token.logp - token.old))
+
+
+def surrogate(
+    row: Row, kind: str, *, low: float, high: float, dual: float | None, tau: Side, topr: dict[str, Any]
+) -> tuple[list, list]:
     """Losses of the tokens of a row, and the derivative of each one's loss by every token's log-probability."""
     ratios = [exp(token.logp - token.old) for token in row]
     count = max(1, sum(token.kept for token in row))
@@ -144,7 +154,11 @@ def surrogate(row: Row, kind: str, *, low: float, high: float, dual: float | Non
         ]
     losses, slopes = [], []
     for token, ratio in zip(row, ratios, strict=True):
-        if kind == "cispo":
+        if kind == "topr":
+            weight = held(ratio_at(row, token, topr["topr_level"]), 0.0, topr["topr_clip"])
+            weight = topr["topr_negative_weight"] * weight if token.advantage < 0 else topr["topr_positive_weight"]
+            loss, slope = -weight * token.advantage * token.logp, -weight * token.advantage
+        elif kind == "cispo":
             weight = held(ratio, 1 - low, 1 + high)
             loss, slope = -weight * token.advantage * token.logp, -weight * token.advantage
         elif kind == "sapo":
@@ -169,7 +183,8 @@ def policy_loss(loss: PolicyLoss, rows: Sequence[Row]) -> tuple[dict[str, float]
     parts = {"pg_loss": 0.0, "kl_loss": 0.0, "entropy_loss": 0.0}
     gradient = []
     for row in rows:
-        losses, slopes = surrogate(row, kind, low=low, high=low if high is None else high, dual=dual, tau=tau)
+        high = low if high is None else high
+        losses, slopes = surrogate(row, kind, low=low, high=high, dual=dual, tau=tau, topr=vars(loss.surrogate))
         factors = _factors(loss, row)
         parts["pg_loss"] += math.fsum(t.weight * f * x for t, f, x in zip(row, factors, losses, strict=True))
         parts["entropy_loss"] += math.fsum(t.weight * t.entropy for t in row)

@@ -173,6 +173,10 @@ SURROGATE_OPTIONS = {
     "eps_clip_c": st.none() | st.floats(1.1, 4),
     "tau_pos": st.floats(0.5, 2),
     "tau_neg": st.floats(0.5, 2),
+    "topr_level": st.sampled_from(["token", "sequence", "geometric"]),
+    "topr_clip": st.floats(0.3, 2),
+    "topr_positive_weight": st.floats(0, 2),
+    "topr_negative_weight": st.floats(0, 2),
 }
 surrogates = st.one_of(
     st.builds(surrogate, **{field.name: SURROGATE_OPTIONS[field.name] for field in fields(surrogate)})

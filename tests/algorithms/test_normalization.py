@@ -96,7 +96,7 @@ def advantages(name: str, *rewards: float, **changes: object) -> tuple[list[floa
     return [row.advantages[0] for row in batch.rows], metrics
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "cispo", "sapo", "gmpo", "dapo"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "cispo", "sapo", "gmpo", "dapo", "topr"])
 def test_the_kinds_replace_the_comparison_of_every_group_algorithm(name):
     assert advantages(name, 1.0, 0.0, 4.0, 3.0, norm_mean_type="batch")[0] == [-1.0, -2.0, 2.0, 1.0]
 

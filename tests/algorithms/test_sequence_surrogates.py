@@ -16,11 +16,14 @@ from slimectl.algorithms.surrogates import (
     Sapo,
     Surrogate,
     TokenRows,
+    Topr,
     gmpo_loss,
     gspo_logprobs,
+    level_ratio,
     opsm_mask,
     row_means,
     sapo_loss,
+    topr_loss,
 )
 from slimectl.types import TokenBatch
 
@@ -169,3 +172,27 @@ def test_sums_do_not_depend_on_the_order_or_the_packing_of_rows(surrogate):
 def test_the_bounds_of_the_ratio_that_are_reported(surrogate: Surrogate, bounds: dict[str, float] | None):
     assert isinstance(surrogate, BoundedSurrogate) == (bounds is not None)
     assert surrogate.ratio_bounds == (bounds and pytest.approx(bounds))
+
+
+def test_ratios_of_a_row_are_the_product_or_the_geometric_mean_of_its_unmasked_tokens():
+    logprobs_T = (tensor(LOG2, LOG2, 9.0, -LOG2, 0.0) - 1).requires_grad_()
+    old_T = torch.full((5,), -1.0, dtype=torch.float64)
+    by_level = {level: level_ratio(logprobs_T, old_T, ROWS, level) for level in ("token", "sequence", "geometric")}
+    assert by_level["token"].tolist()[:2] == pytest.approx([2, 2])
+    assert by_level["sequence"].tolist() == pytest.approx([4, 4, 4, 0.5, 0.5])
+    assert by_level["geometric"].tolist() == pytest.approx([2, 2, 2, 2**-0.5, 2**-0.5])
+
+
+def test_topr_imitates_good_responses_and_tapers_bad_ones():
+    logprobs_T = (tensor(LOG2, -3 * LOG2, 9.0, -LOG2, 0.0) - 1).requires_grad_()
+    old_T, advantages_T = torch.full((5,), -1.0, dtype=torch.float64), tensor(1.0, 1.0, 1.0, -2.0, -2.0)
+    loss_T, truncated_T = topr_loss(logprobs_T, old_T, advantages_T, ROWS, level="sequence", high=1.0)
+    (gradient_T,) = torch.autograd.grad(loss_T.sum(), logprobs_T)
+    # The first row is good: -A, although its ratio is 1/4. The second is bad: 2 times its ratio of 1/2.
+    assert gradient_T.tolist() == pytest.approx([-1.0, -1.0, -1.0, 1.0, 1.0])
+    assert truncated_T.tolist() == [0.0] * 5
+    _, truncated_T = topr_loss(logprobs_T, old_T, advantages_T, ROWS, level="sequence", high=0.4)
+    assert truncated_T.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
+    weighted = Topr(topr_clip=0.4, topr_positive_weight=3.0, topr_negative_weight=0.5)
+    (gradient_T,) = torch.autograd.grad(weighted(logprobs_T, old_T, advantages_T, ROWS)[0].sum(), logprobs_T)
+    assert gradient_T.tolist() == pytest.approx([-3.0, -3.0, -3.0, 0.4, 0.4])

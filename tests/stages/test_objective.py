@@ -81,6 +81,7 @@ ADVANTAGES = {
     "dr_grpo": CENTRED,
     "dapo": NORMALIZED,
     **dict.fromkeys(("gspo", "cispo", "sapo", "gmpo"), NORMALIZED),
+    "topr": CENTRED,
     "rloo": [1.0, -0.5, -0.5, 0.5, 0.5, -1.0],  # 1 - 0, 0 - 1/2, …, 1 - 1/2, …, 0 - 1
     "opo": [0.8, -0.2, -0.2, 0.4, 0.4, -0.6],  # baselines 2 / 10 and (2 + 4) / 10
     "maxrl": [2.0, -1.0, -1.0, 0.5, 0.5, -1.0],  # over means of 1/3 and 2/3
@@ -94,7 +95,7 @@ PER_TOKEN = [1 / 20] * 6  # 20 tokens in all
 PER_ROLLOUT = [1 / 12, 1 / 24, 1 / 24] * 2  # 6 rollouts of 2 or 4 tokens
 WEIGHTS = dict.fromkeys(NAMES, PER_ROLLOUT) | {
     "dr_grpo": [1 / 18000] * 6,
-    **dict.fromkeys(("dapo", "cispo", "rloo", "opo"), PER_TOKEN),
+    **dict.fromkeys(("dapo", "cispo", "topr", "rloo", "opo"), PER_TOKEN),
 }
 
 
@@ -240,7 +241,7 @@ def test_a_policy_takes_steps_of_every_algorithm(name: str, policy: FsdpPolicy):
     by_hand = -2 * sum(advantage * weight * length for advantage, weight, length in rows)
     if name == "sapo":  # 2 / tau at a ratio of 1: 2 A for good tokens, 2 / 1.05 A for bad ones, here ONE against ONE
         by_hand = -2 * (2 - 2 / 1.05) * ONE / 6
-    if name != "cispo":  # whose loss has the log-probability as a factor
+    if name not in ("cispo", "topr"):  # whose loss has the log-probability as a factor
         assert first["train/loss"] == pytest.approx(by_hand, abs=1e-5)
     assert second["train/ppo_kl"] != 0
     for metrics in (first, second):
