@@ -15,13 +15,13 @@ def settle_algorithm(conversion: Conversion, kind: str) -> None:
     if kind == "opd" and not conversion.switch("use_opd"):
         conversion.put("algorithm.name", "opd", "student_train learns from the teacher")
         return
-    name = "pg_variant" if "pg_variant" in conversion.flags else "actor_train.pg_variant"
-    variant = conversion.text(name)
+    of_loss = "pg_variant" if "pg_variant" in conversion.flags else "actor_train.pg_variant"
+    variant = conversion.text(of_loss)
     estimator = conversion.converted("adv_estimator")
     if variant not in PLAIN:
         conversion.drop("algorithm.name")
-        if loss := conversion.converted(name):
-            conversion.put("algorithm.name", loss, name)
+        if loss := conversion.converted(of_loss):
+            conversion.put("algorithm.name", loss, of_loss)
     elif "adv_estimator" not in conversion.flags:
         conversion.put("algorithm.name", "ppo", "adv_estimator")
     elif estimator is not None:
