@@ -137,9 +137,14 @@ class SessionRecorder(UnrecordedApis):
             self._end(name)
 
 
+def request_key(request: web.Request) -> str:
+    """Return the client's key, or an empty string."""
+    return request.headers.get("Authorization", "").partition(" ")[2] or request.headers.get("x-api-key", "")
+
+
 def session_name(request: web.Request) -> str:
     """Return the name in the path, else a name from the hash of the client's key, so that the key is not stored."""
     if name := request.match_info.get("session"):
         return str(name)
-    key = request.headers.get("Authorization", "").partition(" ")[2] or request.headers.get("x-api-key", "")
+    key = request_key(request)
     return f"key-{hashlib.sha256(key.encode(errors='replace')).hexdigest()[:12]}" if key else "default"

@@ -20,6 +20,13 @@ IMPORT_PATH = Path(__file__).parent / "import_path"
 """Folder that an installation puts at the end of `sys.path`. Its package `slime` installs the finder."""
 
 _TABLE = """
+slime.agent.adapters                          agents        AnthropicAdapter BaseAdapter OpenAIAdapter
+slime.agent.adapters.anthropic                agents        AnthropicAdapter
+slime.agent.adapters.common                   agents        BaseAdapter
+slime.agent.adapters.openai                   agents        OpenAIAdapter
+slime.agent.aiohttp_threaded                  agents        FilteredAccessLogger run_app_in_thread
+slime.agent.harness                           absent        CLAUDE_CODE CODEX
+slime.agent.sandbox                           absent        E2BSandbox Sandbox ensure_agent_user
 slime.data                                    data          RolloutDataSource RolloutDataSourceWithBuffer Sample
 slime.backends.megatron_utils.cp_utils        losses        all_gather_with_cp get_sum_of_sample_mean
 slime.backends.megatron_utils.cp_utils        losses        slice_log_prob_with_cp slice_with_cp
@@ -34,6 +41,7 @@ slime.rollout.filter_hub.base_types           results       should_drop_dynamic_
 slime.rollout.filter_hub.dynamic_sampling_filters  results  check_reward_nonzero_std
 slime.rollout.filter_hub.dynamic_sampling_filters  results  check_reward_nonzero_std_with_fallback
 slime.rollout.on_policy_distillation          absent        post_process_rewards reward_func
+slime.rollout.on_policy_distillation          absent        post_process_rewards_cross_vocab reward_func_cross_vocab
 slime.rollout.rm_hub                          grading       async_rm batched_async_rm remote_rm
 slime.rollout.rm_hub                          graders       compute_gpqa_reward compute_score_dapo extract_boxed_answer
 slime.rollout.rm_hub                          graders       f1_score get_deepscaler_rule_based_reward grade_answer_verl

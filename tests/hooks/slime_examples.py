@@ -5,7 +5,10 @@ import copy
 import queue
 import threading
 
+import aiohttp
 import torch
+from slime.agent.adapters import AnthropicAdapter
+from slime.agent.aiohttp_threaded import FilteredAccessLogger, run_app_in_thread
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
 from slime.rollout.data_source import DataSource, RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
@@ -170,6 +173,33 @@ async def solve_in_parallel(args, sample):
     for attempt, reward in zip(attempts, rewards, strict=True):
         attempt.reward = 0.5 + reward
     return attempts
+
+
+class ServedPolicy(metaclass=SingletonMeta):
+    """An adapter that all attempts share, served by a thread of its own, as in the example of a coding agent."""
+
+    def __init__(self, args):
+        tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
+        self.adapter = AnthropicAdapter(tokenizer=tokenizer, sglang_url="", fork_threshold_tokens=None)
+        options = {"handler_cancellation": True, "access_log_class": FilteredAccessLogger}
+        self.served = run_app_in_thread(self.adapter.app, host="127.0.0.1", port=0, runner_kwargs=options)
+
+
+async def generate_by_api(args, sample, sampling_params):
+    """An agent with two turns, which asks Anthropic's API by the name of its session."""
+    state, name = ServedPolicy(args), f"attempt-{sample.index}-{sample.group_index}"
+    state.adapter.open_session(name, sampling_defaults=sampling_params, max_context_tokens=200)
+    chat = [{"role": "user", "content": sample.prompt}]
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {name}"}) as client:
+        for _ in range(2):
+            body = {"model": "m", "max_tokens": 3, "messages": chat}
+            async with client.post(f"http://127.0.0.1:{state.served.port}/v1/messages", json=body) as reply:
+                answer = await reply.json()
+            assert reply.status == 200, answer
+            chat += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "again"}]
+    samples = await state.adapter.finish_session(name, base_sample=sample, reward=0.25)
+    assert await state.adapter.finish_session(name) == []
+    return samples
 
 
 def threaded_rollout(args, rollout_id, data_buffer, evaluation=False):

@@ -272,6 +272,21 @@ def test_agents_in_a_thread_of_the_functions_own(
     assert {sample["reward"] for sample in samples} == {0.5}  # an untrained model says no word of the labels
 
 
+def test_an_agent_that_asks_an_adapter_by_http(
+    situation: None, model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    functions = {"rollout.custom_generate_function_path": "slime_examples.generate_by_api"}
+    done = ran(tmp_path, model_dir("llama"), functions, "run.num_rollout=1", "rollout.data=prompts.jsonl",
+               "rollout.n_samples_per_prompt=2", "rollout.max_response_len=64", "score.custom_rm_path=none",
+               "score.rm_type=none", "eval.interval=none", "algorithm.name=reinforce_plus_plus")  # fmt: skip
+    samples = done.samples(1)
+    assert {sample["reward"] for sample in samples} == {0.25}
+    assert {sample["metadata"]["agent"]["turn_count"] for sample in samples} == {2}
+    assert [sample["rollout_id"] for sample in samples] == [0, 1, 2, 3]
+    assert {sum(sample["loss_mask"]) for sample in samples} <= {2, 3, 4, 5, 6}  # two turns of at most three tokens
+
+
 def test_demonstrations_by_a_rollout_function(
     situation: None, model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,33 @@ def test_every_stand_in_can_be_imported() -> None:
     assert python(code) == "[]"
 
 
+EXAMPLES = {
+    "multi_agent": "rollout.rm_hub:batched_async_rm utils.http_utils:post utils.misc:load_function utils.types:Sample",
+    "retool": "rollout.sglang_rollout:GenerateState utils.http_utils:post rollout.rm_hub.math_dapo_utils:compute_score",
+    "search-r1": "rollout.sglang_rollout:GenerateState utils.http_utils:post utils.types:Sample",
+    "strands_sglang": "rollout.rm_hub.math_dapo_utils:compute_score rollout.sglang_rollout:GenerateState",
+    "geo3k_vlm_multi_turn": "rollout.sglang_rollout:GenerateState utils.processing_utils:build_processor_kwargs "
+    "utils.processing_utils:encode_image_for_rollout_engine utils.http_utils:post utils.types:Sample",
+    "coding_agent_rl": "agent.adapters:AnthropicAdapter agent.aiohttp_threaded:FilteredAccessLogger "
+    "agent.aiohttp_threaded:run_app_in_thread agent.harness:CLAUDE_CODE agent.sandbox:E2BSandbox agent:sandbox "
+    "agent.sandbox:Sandbox utils.misc:SingletonMeta utils.processing_utils:load_tokenizer",
+    "train_infer_mismatch_helper": "backends.megatron_utils.cp_utils:all_gather_with_cp "
+    "backends.megatron_utils.cp_utils:slice_log_prob_with_cp",
+    "on_policy_distillation": "rollout.on_policy_distillation:reward_func utils.types:Sample "
+    "rollout.on_policy_distillation:post_process_rewards_cross_vocab",
+    "fully_async": "rollout.sglang_rollout:GenerateState rollout.sglang_rollout:generate_and_rm_group "
+    "utils.async_utils:run utils.types:Sample",
+    "DrGRPO": "utils.types:Sample",
+}
+"""What the functions of slime's example folders import, as MODULE:NAME below slime."""
+
+
+def test_the_imports_of_slimes_example_folders_resolve() -> None:
+    names = " ".join(EXAMPLES.values()).split()
+    lines = [f"from slime.{module} import {value}" for module, _, value in (name.partition(":") for name in names)]
+    assert python(OFFER + "\n".join([*lines, "print(len(set(dir())))"])).isdigit()
+
+
 def test_importing_slimectl_imports_no_stand_in_and_a_sample_no_torch() -> None:
     assert python("import slimectl, sys; print([name for name in sys.modules if 'slime.' in name])") == "[]"
     code = f"{OFFER}from slime.utils.types import Sample; import sys; print('torch' in sys.modules)"

@@ -285,6 +285,8 @@ def test_what_cannot_work_here_says_so_when_it_is_called() -> None:
         absent.eval_rollout(None, 1)
     with pytest.raises(HookError, match=r'Set algorithm.name = "opd"'):
         absent.post_process_rewards(None, [])
+    with pytest.raises(HookError, match=r"CLAUDE_CODE of slime does not work in slimectl.*rollout.agent"):
+        absent.CLAUDE_CODE.run(None, prompt="p")
 
 
 def test_a_reward_that_asks_for_itself_is_refused(tmp_path: Path) -> None:
