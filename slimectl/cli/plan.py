@@ -68,8 +68,12 @@ class PlanOptions:
     ] = None
     backend: Annotated[Literal["megatron", "fsdp"], option("--backend", "Training backend", TRAINING)] = "megatron"
     dtype: Annotated[Literal["bfloat16", "float32"], option("--dtype", "Compute precision", TRAINING)] = "bfloat16"
+    optimizer: Annotated[
+        Literal["adamw", "muon"], option("--optimizer", "Optimizer: adamw or muon (fsdp)", TRAINING)
+    ] = "adamw"
     state_dtype: Annotated[
-        Literal["float32", "bfloat16"], option("--optimizer-state-dtype", "Precision of AdamW's moments", TRAINING)
+        Literal["float32", "bfloat16", "int8"],
+        option("--optimizer-state-dtype", "Precision of the optimizer's moments. int8: fsdp", TRAINING),
     ] = "float32"
     offload: Annotated[
         Literal["optimizer", "parameters"] | None,
@@ -326,6 +330,7 @@ def _planned_run(options: PlanOptions, shape: Any) -> Run:
         options.device,
         recompute_modules=tuple(options.recompute_module or ("core_attn",)),
         state_dtype=options.state_dtype,
+        optimizer=options.optimizer,
         offload=options.offload,
         images=options.images or 0,
         tokens_per_image=options.tokens_per_image or TOKENS_PER_IMAGE,

@@ -268,16 +268,28 @@ def _offloaded(model: ResidentModel, run: Run, stage: int) -> Figure:
         trained = local_params(model.trained, model.architecture, run.layout, stage)
         shares, expert_shares = _optimizer_shares(run)
         count_of_rank = trained.dense / shares + trained.experts / expert_shares
-        formula = f"masters and moments {4 + moments} x {parameters(count_of_rank)}"
+        formula = f"masters and moments {4 + moments:g} x {parameters(count_of_rank)}"
         return Figure(f"{model.name} offloaded", (4 + moments) * count_of_rank, "bytes", formula)
     P, L, n = count(model.parts), count(model.trained), run.world
     shared = f" / {n} ranks" if n > 1 else ""
-    trained_bytes, formula = 4 + moments, f"gradients and moments {4 + moments} x {L:,}"
+    state = _moments(model.trained, run)
+    formula = f"gradients 4 x {L:,} + {state.formula}"
     if run.offload == "optimizer":
-        size = (4 + trained_bytes) * L / n
+        size = (8 * L + state.value) / n
         return Figure(f"{model.name} offloaded", size, "bytes", f"(masters 4 x {L:,} + {formula}){shared}")
-    size = (4 * P + trained_bytes * L) / n
+    size = (4 * P + 4 * L + state.value) / n
     return Figure(f"{model.name} offloaded", size, "bytes", f"(weights 4 x {P:,} + {formula}){shared}")
+
+
+def _moments(trained: Sequence[ParameterPart], run: Run) -> Figure:
+    """Return the bytes of all moments of trained parameters. Muon has one per matrix of a layer, routers included."""
+    size, name = run.moments
+    if run.optimizer == "adamw":
+        return Figure("moments", size * count(trained), "bytes", f"{name}: {size:g} x {count(trained):,}")
+    matrices = count(trained, "attention", "mlp", "experts")
+    vectors = count(trained) - matrices
+    formula = f"one moment, {run.state_dtype}: {size / 2:g} x {matrices:,} + {name}: {size:g} x {vectors:,}"
+    return Figure("moments", size / 2 * matrices + size * vectors, "bytes", formula)
 
 
 def shared_gpu_figures(training: Sequence[Figure], *, engine_bytes: float) -> list[Figure]:
@@ -300,8 +312,11 @@ def peak(figures: Sequence[Figure]) -> float:
 
 def least(models: Sequence[ResidentModel], run: Run) -> float:
     """Bytes of weights, gradients and optimizer over all ranks, without replication."""
-    bytes_per_parameter = (8 if run.bytes == 2 else 4) + run.moments[0]
-    return sum(run.bytes * count(model.parts) + bytes_per_parameter * count(model.trained) for model in models)
+    bytes_per_parameter = 8 if run.bytes == 2 else 4
+    return sum(
+        run.bytes * count(model.parts) + bytes_per_parameter * count(model.trained) + _moments(model.trained, run).value
+        for model in models
+    )
 
 
 def _stage(policy: ResidentModel, other_models: Sequence[ResidentModel], run: Run, stage: int) -> list[Figure]:
@@ -353,14 +368,14 @@ def _resident_figures(model: ResidentModel, run: Run, stage: int) -> tuple[Figur
 def _fsdp(model: ResidentModel, run: Run) -> tuple[Figure, Figure, Figure]:
     P, L, n, c = count(model.parts), count(model.trained), run.world, run.bytes
     shared = f" / {n} ranks" if n > 1 else ""
-    state_bytes, state_name = run.moments
+    moments = _moments(model.trained, run)
     if run.offload == "parameters":
         names = ("weights", "gradients", "optimizer")
         weights, gradients, optimizer = (Figure(name, 0, "bytes", "in host memory") for name in names)
         return weights, gradients, optimizer
     weights = Figure("weights", 4 * P / n, "bytes", f"float32 masters 4 x {P:,}{shared}")
     gradients = Figure("gradients", 4 * L / n, "bytes", f"float32 4 x {L:,}{shared}")
-    optimizer = Figure("optimizer", state_bytes * L / n, "bytes", f"{state_name}: {state_bytes} x {L:,}{shared}")
+    optimizer = Figure("optimizer", moments.value / n, "bytes", f"{moments.formula}{shared}")
     if run.offload == "optimizer":
         optimizer = replace(optimizer, value=0.0, formula="in host memory")
     if run.sharded:
@@ -410,12 +425,12 @@ def _megatron(model: ResidentModel, run: Run, stage: int) -> tuple[Figure, Figur
     state_bytes, state_name = run.moments if run.offload is None else (0, "moments in host memory")
     if c == 2:
         state_bytes, state_name = state_bytes + 4, f"float32 master, {state_name}"
-    optimizer = Figure("optimizer", state_bytes * trained.all, "bytes", f"{state_name}: {state_bytes} x {L}")
+    optimizer = Figure("optimizer", state_bytes * trained.all, "bytes", f"{state_name}: {state_bytes:g} x {L}")
     if run.distributed_optimizer:
         shares, expert_shares = _optimizer_shares(run)
-        formula = f"{state_name}: {state_bytes} x {parameters(trained.dense)} / {shares} ranks"
+        formula = f"{state_name}: {state_bytes:g} x {parameters(trained.dense)} / {shares} ranks"
         if trained.experts:
-            formula += f" + {state_bytes} x experts {parameters(trained.experts)} / {expert_shares} ranks"
+            formula += f" + {state_bytes:g} x experts {parameters(trained.experts)} / {expert_shares} ranks"
         optimizer = Figure(
             "optimizer", state_bytes * (trained.dense / shares + trained.experts / expert_shares), "bytes", formula
         )  # fmt: skip

@@ -197,6 +197,9 @@ def check_backend(model: PlannedModel, run: Run) -> None:
 def _check(architecture: Architecture, run: Run) -> None:
     if run.policy == "megatron" and run.offload == "parameters":
         raise SettingsError("--offload parameters: Megatron-core keeps its weights on the GPU. Use optimizer.")
+    if run.policy == "megatron" and (run.optimizer == "muon" or run.state_dtype == "int8"):
+        option = "--optimizer muon" if run.optimizer == "muon" else "--optimizer-state-dtype int8"
+        raise SettingsError(f"{option}: Megatron-core's trainer does not have it. Add --backend fsdp.")
     if run.policy == "fsdp":
         if run.layout != ParallelLayout():
             raise SettingsError(

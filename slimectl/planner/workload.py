@@ -113,7 +113,8 @@ class Run:
     device: Literal["cpu", "cuda"] = "cuda"
     distributed_optimizer: bool = True
     recompute_modules: Sequence[str] = ("core_attn",)
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    optimizer: Literal["adamw", "muon"] = "adamw"
     offload: Literal["optimizer", "parameters"] | None = None
     images: int = 0
     """Images of a sequence."""
@@ -130,9 +131,10 @@ class Run:
         return self.policy == "fsdp" and (self.world > 1 or self.offload == "parameters")
 
     @property
-    def moments(self) -> tuple[int, str]:
-        """Bytes of a parameter's two moments, and their name."""
-        return 4 if self.state_dtype == "bfloat16" else 8, f"two moments, {self.state_dtype}"
+    def moments(self) -> tuple[float, str]:
+        """Bytes of a parameter's two moments, and their name. In int8, 256 numbers share a scale of 4 bytes."""
+        width = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256}[self.state_dtype]
+        return 2 * width, f"two moments, {self.state_dtype}"
 
     def recomputes(self, module: str) -> bool:
         """Whether selective recomputation includes `module`."""

@@ -27,7 +27,6 @@ from slimectl.system.stdio import logger
 
 OPTIMIZER = "optimizer.safetensors"
 TRAINER = "trainer.json"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 FORMAT = 1
 VALUE_HEAD = "value_head.safetensors"
 """Value head of a policy with a shared critic. It is outside the model folder so that the model loads anywhere."""
@@ -57,11 +56,6 @@ def new_trainer_folder(model: Path) -> Path:
     folder = model / TRAINER_STATE
     folder.mkdir(exist_ok=True)
     return folder
-
-
-def moment_shapes(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
-    """Return names and shapes of the tensors in OPTIMIZER, in order, for parameters with Hugging Face names."""
-    return {f"{moment}.{name}": shape for name, shape in shapes.items() for moment in MOMENTS}
 
 
 def write_float32(path: Path, shapes: Mapping[str, Shape], tensors: Iterator[tuple[str, Tensor]]) -> None:

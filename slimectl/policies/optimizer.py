@@ -1,4 +1,4 @@
-"""The optimizer of every trainer: trainable parameters by name, learning rate, AdamW with moments in bfloat16."""
+"""The optimizer of every trainer: trainable parameters by name, learning rate, AdamW with moments in any precision."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ import torch
 from torch import Tensor
 
 from slimectl.errors import SettingsError
+from slimectl.policies.moments import (
+    MOMENTS,
+    PRECISIONS,
+    WHOLE,
+    Moments,
+    ShardElements,
+    StateDtype,
+    moments_of,
+    random_bits,
+)
 
 
 def trainable_names(names: Iterable[str], *, freeze: Sequence[str] = (), train_only: Sequence[str] = ()) -> set[str]:
@@ -62,12 +72,13 @@ SCHEDULES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOptions:
-    """AdamW hyperparameters and learning rate schedule.
+    """Hyperparameters of the optimizer, and learning rate schedule.
 
     `weight_decay` skips one-dimensional tensors (norms, biases). `clip_grad` is the largest global gradient norm, 0 for
     no clipping. The rate rises linearly from 0 over `warmup_steps` and then follows `schedule`. `decay_steps` counts
     from the first step and includes the warm-up. After these steps the rate is `min_lr`. WSD keeps its peak until the
-    last `wsd_steps` of them, in which it falls by `wsd_style`. `state_dtype` is the dtype of the moments.
+    last `wsd_steps` of them, in which it falls by `wsd_style`. `state_dtype` is the dtype of the moments. `name` "muon"
+    updates hidden matrices by Muon, with the fields `muon_...`, and the others by AdamW.
     """
 
     lr: float = 1e-6
@@ -81,7 +92,11 @@ class OptimizerOptions:
     min_lr: float = 0.0
     wsd_steps: int = 0
     wsd_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    state_dtype: StateDtype = "float32"
+    name: Literal["adamw", "muon"] = "adamw"
+    muon_momentum: float = 0.95
+    muon_use_nesterov: bool = True
+    muon_num_ns_steps: int = 5
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -166,45 +181,28 @@ CHUNK = {"cpu": 2**18, "cuda": 2**24}
 """Elements that are updated at once, with about eight float32 temporaries, which fit into a CPU's cache."""
 
 
-@dataclass(frozen=True)
-class ShardElements:
-    """Indices of a shard's elements in the whole flat parameter: runs of `run` elements, one every `stride`.
-
-    >>> ShardElements(4, run=2, stride=8).indices(1, 3)  # of 4, 5, 12, 13
-    tensor([ 5, 12, 13])
-    """
-
-    first: int = 0
-    run: int | None = None
-    """None: all elements are one run."""
-    stride: int = 0
-
-    def indices(self, start: int, count: int, device: torch.device | None = None) -> Tensor:
-        """Return the indices of `count` elements of the shard, starting with its element `start`."""
-        elements = torch.arange(start, start + count, device=device)
-        if self.run is not None:
-            elements += elements.div(self.run, rounding_mode="floor").mul_(self.stride - self.run)
-        return elements.add_(self.first)
-
-
-WHOLE = ShardElements()
-
-
-class Bfloat16AdamW(torch.optim.AdamW):
-    """AdamW on float32 parameters. The update is computed in float32, from the moments before rounding.
+class ChunkedAdamW(torch.optim.AdamW):
+    """AdamW on float32 parameters, with moments in any precision. The update has the moments before rounding.
 
     The noise of an element is a function of the step and of its index in the whole parameter. Sharded and whole
     parameters therefore get the same numbers, and so do resumed and uninterrupted runs. `shards` gives the elements of
     tensors that are not whole parameters.
     """
 
-    moment_dtype = torch.bfloat16
-
     def __init__(
-        self, params: Iterable[Any], *, shards: Mapping[Tensor, ShardElements] | None = None, **options: Any
+        self,
+        params: Iterable[Any],
+        *,
+        state_dtype: StateDtype = "bfloat16",
+        shards: Mapping[Tensor, ShardElements] | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(params, **options)
-        self.shards = dict(shards or {})
+        self.state_dtype, self.shards = state_dtype, dict(shards or {})
+
+    @property
+    def moment_dtype(self) -> torch.dtype:
+        return PRECISIONS[self.state_dtype].dtype
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -215,25 +213,32 @@ class Bfloat16AdamW(torch.optim.AdamW):
                     self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        state.setdefault("step", torch.zeros((), dtype=torch.float32))
-        for name in ("exp_avg", "exp_avg_sq"):
-            moment = state.get(name)
-            dtype = self.moment_dtype
-            state[name] = torch.zeros_like(parameter, dtype=dtype) if moment is None else moment.to(dtype)
-        state["step"] += 1
-        step, shard, size = int(state["step"]), self.shards.get(parameter, WHOLE), CHUNK[parameter.device.type]
-        tensors = [tensor.view(-1).split(size) for tensor in (parameter, gradient, *_moments(state))]
-        for i, (weights, gradients, exp_avg, exp_avg_sq) in enumerate(zip(*tensors, strict=True)):
-            first, second = exp_avg.float(), exp_avg_sq.float()
+        state, moments = self._advanced(parameter, MOMENTS), moments_of(self, parameter)
+        step, size = int(state["step"]), CHUNK[parameter.device.type]
+        chunks = zip(parameter.view(-1).split(size), gradient.view(-1).split(size), strict=True)
+        for i, (weights, gradients) in enumerate(chunks):
+            start, stop = i * size, i * size + len(weights)
+            first, second = (moments.read(state, name, start, stop) for name in MOMENTS)
             _adamw(weights, gradients.float(), first, second, group, step)
-            noise = _noise(shard.indices(i * size, len(weights), weights.device), step=step)
-            exp_avg.copy_(stochastically_rounded(first, noise & 0xFFFF))
-            exp_avg_sq.copy_(stochastically_rounded(second, noise >> 16 & 0xFFFF))
+            noise = self._noise(parameter, moments, start, stop, step)
+            moments.write(state, MOMENTS[0], start, first, None if noise is None else noise & 0xFFFF)
+            moments.write(state, MOMENTS[1], start, second, None if noise is None else noise >> 16 & 0xFFFF)
 
+    def _advanced(self, parameter: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return the state of a parameter with these moments, and count the step."""
+        state: dict[str, Tensor] = self.state[parameter]
+        state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        for name in names:
+            moments_of(self, parameter).allocate(state, name, parameter)
+        state["step"] += 1
+        return state
 
-def _moments(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    return state["exp_avg"], state["exp_avg_sq"]
+    def _noise(self, parameter: Tensor, moments: Moments, start: int, stop: int, step: int) -> Tensor | None:
+        """Return 32 random bits for each of a parameter's elements from `start`, if its moments need them."""
+        if not moments.needs_noise:
+            return None
+        indices = self.shards.get(parameter, WHOLE).indices(start, stop - start, parameter.device)
+        return random_bits(indices, step=step)
 
 
 def _adamw(weights: Tensor, gradients: Tensor, first: Tensor, second: Tensor, group: dict[str, Any], step: int) -> None:
@@ -247,22 +252,3 @@ def _adamw(weights: Tensor, gradients: Tensor, first: Tensor, second: Tensor, gr
     second.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
     denominator = second.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
     weights.mul_(1 - lr * group["weight_decay"]).addcdiv_(first, denominator, value=-lr / (1 - beta1**step))
-
-
-def stochastically_rounded(values: Tensor, noise: Tensor) -> Tensor:
-    """Round float32 to bfloat16, upward with a probability equal to the truncated fraction.
-
-    `noise` has int32 numbers, uniform from 0 to 2^16 - 1. The result is a float32 tensor of bfloat16 values.
-    """
-    bits = values.view(torch.int32) + noise
-    return bits.bitwise_and_(-0x10000).view(torch.float32)
-
-
-def _noise(indices: Tensor, *, step: int) -> Tensor:
-    """Return 32 random bits per index, as int32, which depend only on index and step. Overwrites `indices`."""
-    numbers = indices.mul_(0x9E3779B1).add_(step * 0x85EBCA77).bitwise_and_(0xFFFFFFFF)
-    # Twice a multiplication modulo 2^32 and an exchange of high and low bits (Murmur3's finalizer).
-    for factor in (0x85EBCA6B, 0xC2B2AE35):
-        numbers.bitwise_xor_(numbers >> 15).mul_(factor).bitwise_and_(0xFFFFFFFF)
-    numbers.bitwise_xor_(numbers >> 16)
-    return numbers.sub_(2**31).to(torch.int32)

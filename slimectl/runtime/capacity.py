@@ -223,6 +223,7 @@ def _training_step(settings: Settings, device: Literal["cuda", "cpu"] | None = N
         recompute=settings.recompute_granularity or "none",
         recompute_modules=tuple(settings.recompute_modules),
         state_dtype=train.optimizer_state_dtype,
+        optimizer=train.optimizer,
         offload=train.offload or ("optimizer" if offloads else None),
         seq_len=sequence,
         max_tokens_per_gpu=min(train.max_tokens_per_gpu, sequence * settings.rollouts_per_step),

@@ -174,6 +174,8 @@ DEPENDENCIES = (
     Dependency("train", ("lr_wsd_decay_iters", "lr_wsd_decay_style"), ("train.lr_decay_style",),
                lambda s: s.train.lr_decay_style == "WSD",
                'with train.lr_decay_style = "{train.lr_decay_style}". Set that to WSD'),
+    Dependency("train", ("muon_momentum", "muon_use_nesterov", "muon_num_ns_steps"), ("train.optimizer",),
+               lambda s: s.train.optimizer == "muon", 'without train.optimizer = "muon". Set that'),
     Dependency("train", ("lora_alpha", "lora_load", "lora_targets"), ("train.lora_rank",),
                lambda s: s.train.lora_rank is not None, "without train.lora_rank. Set the rank"),
     Dependency("train", ("freeze_params_name_list", "only_train_params_name_list"), ("train.lora_rank",),

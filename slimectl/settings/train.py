@@ -26,6 +26,11 @@ class TrainSettings(Section):
     """Training backend: fsdp (the Hugging Face module, in one process or sharded) or megatron (Megatron-core, see
     [megatron])."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Optimizer: adamw, or muon (fsdp), which orthogonalizes the momentum of hidden matrices (Moonlight,
+    arXiv:2502.16982). lr and weight_decay mean the same for both. Embeddings, heads, routers, norms and biases still
+    use AdamW."""
+
     lr: NonNegative = 1e-6
     """Peak learning rate."""
 
@@ -52,7 +57,7 @@ class TrainSettings(Section):
     """Learning rate at the end of the decay."""
 
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay of AdamW."""
+    """Decoupled weight decay."""
 
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """AdamW's decay rate of the first moment."""
@@ -63,9 +68,19 @@ class TrainSettings(Section):
     adam_eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW's epsilon."""
 
-    optimizer_state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of AdamW's two moments. bfloat16 halves their memory. It is rounded stochastically, so that small
-    changes are not lost."""
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Muon's decay rate of the momentum."""
+
+    muon_use_nesterov: bool = True
+    """Look ahead by the gradient (Nesterov's momentum) before Muon orthogonalizes."""
+
+    muon_num_ns_steps: Annotated[int, Field(ge=1, le=20)] = 5
+    """Newton-Schulz iterations that orthogonalize a matrix, in train.dtype."""
+
+    optimizer_state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Precision of the optimizer's moments. bfloat16 halves their memory. It is rounded stochastically, so that small
+    changes are not lost. int8 (fsdp) needs about a quarter, in blocks of 256 numbers (8-bit Adam, arXiv:2110.02861).
+    Tensors of fewer than 4096 numbers then keep float32."""
 
     clip_grad: NonNegative = 1.0
     """Maximum global gradient norm. 0 turns clipping off."""
@@ -250,6 +265,19 @@ class MegatronSettings(Section):
 
     args: dict[str, Any] = {}
     """Any field of Megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig, by name."""
+
+
+def optimizer_conflicts(train: TrainSettings) -> Iterator[str]:
+    """Yield conflicts of the optimizer with the backend, one line each."""
+    if train.backend != "megatron":
+        return
+    if train.optimizer == "muon":
+        yield (
+            'train.optimizer: muon needs train.backend = "fsdp", because Megatron-core 0.16.1 cannot shard the state of'
+            ' its Muon. Set train.optimizer = "adamw", or use fsdp.'
+        )
+    if train.optimizer_state_dtype == "int8":
+        yield 'train.optimizer_state_dtype: int8 needs train.backend = "fsdp". Set "bfloat16", or use fsdp.'
 
 
 def offload_conflicts(train: TrainSettings, megatron: MegatronSettings) -> Iterator[str]:

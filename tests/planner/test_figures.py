@@ -72,6 +72,12 @@ def test_optimizer_is_shared_out_over_data_and_context_ranks():
     assert figure(single, "optimizer").value == 8 * P
     for run, size in ((Run(1, state_dtype="bfloat16"), 8 * P), (Run(4, policy="fsdp", state_dtype="bfloat16"), P)):
         assert figure(memory.figures(SMALL.parts, SMALL.architecture, run), "optimizer").value == size
+    # 28 layers of q 1024 x 2048, k and v 1024 x 1024, o 2048 x 1024, three of 1024 x 3072, and norms of q and k.
+    matrices = 28 * (1024 * (2048 + 2 * 1024 + 2048 + 3 * 3072) + 2 * 128)
+    muon = Run(2, policy="fsdp", optimizer="muon", state_dtype="int8")
+    one = 1 + 4 / 256
+    found = memory.figures(SMALL.parts, SMALL.architecture, muon)
+    assert figure(found, "optimizer").value == (one * matrices + 2 * one * (P - matrices)) / 2
 
 
 def test_what_is_offloaded_moves_from_the_gpu_to_the_host():

@@ -10,10 +10,10 @@ import transformers
 
 from slimectl.errors import SettingsError
 from slimectl.policies.fsdp.master_weights import Shard, sharded_dimension
+from slimectl.policies.moments import ShardElements
 from slimectl.policies.optimizer import (
-    Bfloat16AdamW,
+    ChunkedAdamW,
     OptimizerOptions,
-    ShardElements,
     changed_schedule,
     lr_at,
     unmet_schedule,
@@ -155,7 +155,7 @@ def test_a_resume_says_from_and_to_of_a_rate_that_changes():
 
 def test_moments_in_bfloat16_follow_small_changes_that_the_nearest_value_loses():
     parameter = torch.zeros(4096, requires_grad=True)
-    optimizer = Bfloat16AdamW([parameter], lr=0.0, betas=(0.9, 0.999), weight_decay=0.0)
+    optimizer = ChunkedAdamW([parameter], lr=0.0, betas=(0.9, 0.999), weight_decay=0.0)
     nearest = torch.zeros((), dtype=torch.bfloat16)
     for _ in range(400):
         parameter.grad = torch.ones_like(parameter)
@@ -171,7 +171,7 @@ def test_moments_in_bfloat16_give_the_steps_of_adamw():
     draw = torch.Generator().manual_seed(0)
     weights = [torch.ones(3000, requires_grad=True) for _ in range(2)]
     options = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
-    optimizers = Bfloat16AdamW(weights[:1], **options), torch.optim.AdamW(weights[1:], **options)
+    optimizers = ChunkedAdamW(weights[:1], **options), torch.optim.AdamW(weights[1:], **options)
     for i in range(20):
         gradient = torch.randn(3000, generator=draw)
         for weight, optimizer in zip(weights, optimizers, strict=True):
@@ -190,7 +190,7 @@ def test_shards_of_a_parameter_get_the_moments_of_the_whole():
         torch.randn(1000, generator=torch.Generator().manual_seed(1)),
     )
     shards = [torch.zeros(600, requires_grad=True), torch.zeros(400, requires_grad=True)]
-    optimizers = Bfloat16AdamW([whole]), Bfloat16AdamW(shards, shards={shards[1]: ShardElements(600)})
+    optimizers = ChunkedAdamW([whole]), ChunkedAdamW(shards, shards={shards[1]: ShardElements(600)})
     whole.grad, shards[0].grad, shards[1].grad = gradient, gradient[:600].clone(), gradient[600:].clone()
     for optimizer in optimizers:
         optimizer.step()
@@ -206,7 +206,7 @@ def test_shards_of_another_dimension_than_the_first_get_the_moments_of_the_whole
     cuts = [Shard.of_rank(whole.shape, rank, 2) for rank in range(2)]
     assert [(cut.dimension, cut.start, cut.length) for cut in cuts] == [(1, 0, 4), (1, 4, 4)]  # 2 ranks, 3 experts
     shards = {part: cut.elements for part, cut in zip(parts, cuts, strict=True)}
-    optimizers = Bfloat16AdamW([whole]), Bfloat16AdamW(parts, shards=shards)
+    optimizers = ChunkedAdamW([whole]), ChunkedAdamW(parts, shards=shards)
     whole.grad = gradient
     for part, cut in zip(parts, cuts, strict=True):
         part.grad = cut.cut(gradient).clone()

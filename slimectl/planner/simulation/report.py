@@ -113,6 +113,7 @@ def _settings(run: Run, lora: tuple[int, Sequence[str]] | None) -> dict[str, Any
     values: dict[str, Any] = {
         "train.backend": run.policy, "train.device": "auto", "train.dtype": run.dtype,
         "train.max_tokens_per_gpu": run.max_tokens_per_gpu, "train.optimizer_state_dtype": run.state_dtype,
+        "train.optimizer": run.optimizer,
         "cluster.actor_num_gpus_per_node": run.world, "cluster.num_gpus_per_node": run.world,
     }  # fmt: skip
     if run.recompute != "none":

@@ -1,4 +1,4 @@
-"""Float32 master weights, their shards and their AdamW updates, with gradient clipping."""
+"""Float32 master weights and their shards, with gradient clipping."""
 
 from __future__ import annotations
 
@@ -15,26 +15,9 @@ from slimectl.architectures.lora import is_adapter
 from slimectl.checkpoints.module_tensors import ModuleTensors, Slot, TensorGroup, tied_names
 from slimectl.checkpoints.name_conversions import persistent_buffers
 from slimectl.policies.fsdp.model import TrainedModel, decoder_layers
-from slimectl.policies.optimizer import Bfloat16AdamW, OptimizerOptions, ShardElements
+from slimectl.policies.moments import ShardElements
 from slimectl.policies.options import TrainerOptions
 from slimectl.protocols import CheckpointFormat
-
-
-def adamw(
-    masters: list[Tensor], ranks_of: list[int], options: OptimizerOptions, *, shards: Mapping[Tensor, ShardElements]
-) -> torch.optim.AdamW:
-    """Return AdamW over `masters`. `ranks_of` has the number of dimensions of each tensor before any sharding.
-
-    `shards` maps a sharded master to its elements of the whole parameter.
-    """
-    matrices = [master for master, ndim in zip(masters, ranks_of, strict=True) if ndim > 1]
-    vectors = [master for master, ndim in zip(masters, ranks_of, strict=True) if ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]] or groups[:1]
-    common: dict[str, Any] = {"lr": options.lr, "betas": options.betas, "eps": options.eps}
-    if options.state_dtype == "bfloat16":
-        return Bfloat16AdamW(groups, shards=shards, **common)
-    return torch.optim.AdamW(groups, fused=True, **common)
 
 
 def squared_norm(gradients: list[Tensor]) -> Tensor:
@@ -79,6 +62,10 @@ class Shard:
         piece = -(-shape[dimension] // ranks)
         start = min(rank * piece, shape[dimension])
         return cls(shape, dimension, start, min(piece, shape[dimension] - start))
+
+    @property
+    def local_shape(self) -> torch.Size:
+        return torch.Size((*self.shape[: self.dimension], self.length, *self.shape[self.dimension + 1 :]))
 
     @property
     def elements(self) -> ShardElements:

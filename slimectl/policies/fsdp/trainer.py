@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache, partial
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,11 +24,9 @@ from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.data.images import processor_of
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.policies.checkpoint import (
-    MOMENTS,
     OPTIMIZER,
     CarriedWeights,
     copy_companions,
-    moment_shapes,
     new_trainer_folder,
     read_tensors,
     read_trainer,
@@ -38,14 +36,17 @@ from slimectl.policies.checkpoint import (
 from slimectl.policies.determinism import in_kernels
 from slimectl.policies.fsdp.build import empty_model
 from slimectl.policies.fsdp.lora import Adapters
-from slimectl.policies.fsdp.master_weights import MasterWeights, adamw, clip, local_part, squared_norm
+from slimectl.policies.fsdp.master_weights import MasterWeights, clip, local_part, squared_norm
 from slimectl.policies.fsdp.model import Outputs, Request, Role, TrainedModel, rope_limit
+from slimectl.policies.fsdp.optimizer import optimizer_of
 from slimectl.policies.fsdp.padded_model import padded_options, report_general_path
 from slimectl.policies.fsdp.routing_replay import ExpertReplay
 from slimectl.policies.fsdp.vision import tower_parameters
 from slimectl.policies.host_memory import HostMemory
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of, read_adapter, write_adapter
 from slimectl.policies.metrics import merge_metrics, read_metrics
+from slimectl.policies.moments import moments_of
+from slimectl.policies.muon import hidden_matrices, moment_names
 from slimectl.policies.onednn_linear import ROWS, is_faster, use_onednn
 from slimectl.policies.optimizer import lr_at, trainable_names
 from slimectl.policies.options import TrainerOptions
@@ -108,9 +109,9 @@ class FsdpTrainer:
         self.memory = HostMemory()
         self.masters.read(checkpoint, self.model_dir)
         self.carried_names = self.masters.names.carried
-        dims = [len(self.masters.shapes[name]) for name in self.masters.trained]
-        masters = list(self.masters.trained.values())
-        self.optimizer = adamw(masters, dims, options.optimizer, shards=self.masters.shards())
+        self.matrices = hidden_matrices(hf) & self.masters.trained.keys() if options.optimizer.name == "muon" else set()
+        """Names of the parameters that Muon updates."""
+        self.optimizer = optimizer_of(self.masters, options.optimizer, self.matrices, dtype=options.compute_dtype)
 
     def _mesh(self, sharded: bool) -> Any | None:
         """Return the mesh of all ranks to shard over, possibly a single rank, or None if the model is not sharded."""
@@ -291,16 +292,24 @@ class FsdpTrainer:
         else:
             self._read_adapter(path / FOLDER, self.adapters.options)
         updates = float(state.get("updates", state["step"]))
-        for name, full in read_tensors(trainer_folder(path) / OPTIMIZER, self._moment_shapes()):
-            moment, _, tensor = name.partition(".")
-            slot = self.masters.names.slots[tensor]
-            master = self.masters.tensors[slot.parameter]
-            slots = self.optimizer.state[master]
-            slots.setdefault(moment, torch.zeros_like(master, dtype=getattr(torch, self.options.optimizer.state_dtype)))
-            self.masters.assign(full, slots[moment], slot)
-            slots["step"] = torch.tensor(updates, dtype=torch.float32, device=master.device)
+        self._read_moments(trainer_folder(path) / OPTIMIZER, updates)
         self.step = int(state["step"])
         self.masters.drop_gradients()
+
+    def _read_moments(self, file: Path, updates: float) -> None:
+        """Load the moments. The tensors of a parameter follow each other in the file."""
+        slots = self.masters.names.slots
+        tensors = ((*name.partition(".")[::2], full) for name, full in read_tensors(file, self._moment_shapes()))
+        for parameter, parts in groupby(tensors, key=lambda part: slots[part[1]].parameter):
+            master = self.masters.trained[parameter]
+            state, moments = self.optimizer.state[master], moments_of(self.optimizer, master)
+            loaded: dict[str, Tensor] = {}
+            for moment, tensor, full in parts:
+                self.masters.assign(full, loaded.setdefault(moment, torch.zeros_like(master)), slots[tensor])
+            for moment, local in loaded.items():
+                moments.allocate(state, moment, master)
+                moments.write(state, moment, 0, local.view(-1))
+            state["step"] = torch.tensor(updates, dtype=torch.float32, device=master.device)
 
     def sleep(self, *, keep_weights: bool = False) -> None:
         """Implement protocols.Sleeper: move weights (unless they are kept), gradients and moments to the host."""
@@ -392,19 +401,27 @@ class FsdpTrainer:
         return int(slots[0]["step"]) if slots and slots[0] else 0
 
     def _moment_shapes(self) -> dict[str, torch.Size]:
-        return moment_shapes(self._shapes())
+        """Return names and shapes of the tensors in OPTIMIZER, in order."""
+        slots = self.masters.names.slots
+        return {
+            f"{moment}.{name}": shape
+            for name, shape in self._shapes().items()
+            for moment in moment_names(slots[name].parameter, self.matrices)
+        }
 
     def _moments(self) -> Iterator[tuple[str, Tensor]]:
         def gathered(parameter: str) -> list[Tensor]:
             master = self.masters.trained[parameter]
-            state = [self.optimizer.state[master].get(moment) for moment in MOMENTS]
-            return [self._gather(parameter, torch.zeros_like(master) if m is None else m) for m in state]
+            state, moments = self.optimizer.state[master], moments_of(self.optimizer, master)
+            names = moment_names(parameter, self.matrices)
+            local = [moments.read(state, m).view_as(master) if m in state else torch.zeros_like(master) for m in names]
+            return [self._gather(parameter, moment) for moment in local]
 
         fused = lru_cache(maxsize=LAYER_PARAMETERS)(gathered)
         for name in self._shapes():
             slot = self.masters.names.slots[name]
             gather = gathered if slot.index is ... else fused
-            for moment, full in zip(MOMENTS, gather(slot.parameter), strict=True):
+            for moment, full in zip(moment_names(slot.parameter, self.matrices), gather(slot.parameter), strict=True):
                 yield f"{moment}.{name}", full[slot.index]
 
 

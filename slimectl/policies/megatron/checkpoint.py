@@ -35,7 +35,6 @@ from slimectl.checkpoints.torch_dist.mapping import CARRIED
 from slimectl.checkpoints.torch_dist.metadata import read_metadata
 from slimectl.errors import CheckpointError, first_line
 from slimectl.policies.checkpoint import (
-    MOMENTS,
     OPTIMIZER,
     CarriedWeights,
     copy_companions,
@@ -46,6 +45,7 @@ from slimectl.policies.lora import read_adapter
 from slimectl.policies.megatron.master_weights import PARAM
 from slimectl.policies.megatron.optimizer import drop_gradients, inners, set_options
 from slimectl.policies.megatron.parameters import DistributedParameters
+from slimectl.policies.moments import MOMENTS
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.system.model_files import check_file, check_model_files, open_file, trainer_folder
 

@@ -12,7 +12,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from slimectl.policies.optimizer import ShardElements
+from slimectl.policies.moments import ShardElements
 
 PARAM = "param"
 """Slot name of the float32 parameter itself. The other slots are moments."""

@@ -20,7 +20,7 @@ from slimectl.errors import SettingsError
 from slimectl.policies.megatron.config import args_of, refuse_idle
 from slimectl.policies.megatron.master_weights import shard_elements
 from slimectl.policies.megatron.model import PackedGPT
-from slimectl.policies.optimizer import Bfloat16AdamW, OptimizerOptions
+from slimectl.policies.optimizer import ChunkedAdamW, OptimizerOptions
 from slimectl.policies.options import MegatronOptions
 
 _REFUSED = {
@@ -116,7 +116,7 @@ def _round_moments(optimizer: Any) -> None:
     """
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
-            part.optimizer = Bfloat16AdamW(part.optimizer.param_groups, shards=shard_elements(part))
+            part.optimizer = ChunkedAdamW(part.optimizer.param_groups, shards=shard_elements(part))
 
 
 def inners(optimizer: Any) -> list[Any]:

@@ -25,7 +25,6 @@ from slimectl.checkpoints.torch_dist.metadata import is_torch_dist
 from slimectl.checkpoints.validate import UnfusedExperts, inventory
 from slimectl.errors import SettingsError
 from slimectl.policies.checkpoint import (
-    MOMENTS,
     OPTIMIZER,
     CarriedWeights,
     copy_companions,
@@ -48,6 +47,7 @@ from slimectl.policies.megatron.own_model import check_parameters
 from slimectl.policies.megatron.parallel import per_row, totals
 from slimectl.policies.megatron.parameters import DistributedParameters, trained_links
 from slimectl.policies.megatron.routing_replay import RolloutRoutingReplay, RoutingReplay
+from slimectl.policies.moments import MOMENTS
 from slimectl.policies.onednn_linear import ROWS, is_faster
 from slimectl.policies.optimizer import lr_at, trainable_names
 from slimectl.policies.options import MegatronOptions, TrainerOptions

@@ -280,6 +280,10 @@ def _optimizer(train: TrainSettings, total_steps: int | None, lr: float | None =
         wsd_steps=train.lr_wsd_decay_iters or -(-(steps or 0) // 10),
         wsd_style=train.lr_wsd_decay_style,
         state_dtype=train.optimizer_state_dtype,
+        name=train.optimizer,
+        muon_momentum=train.muon_momentum,
+        muon_use_nesterov=train.muon_use_nesterov,
+        muon_num_ns_steps=train.muon_num_ns_steps,
     )
 
 
