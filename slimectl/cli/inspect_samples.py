@@ -28,6 +28,7 @@ from slimectl.data.prompt_images import record_images
 from slimectl.data.records import sample_from_json
 from slimectl.data.sample_index import SampleIndex
 from slimectl.errors import RecordError, SettingsError, SlimectlError
+from slimectl.rewards.components import ComponentValues, means_text
 from slimectl.system import stdio
 from slimectl.types import ImageSource
 
@@ -36,6 +37,9 @@ MAX_CHOICES = 8
 """Maximum number of prompts listed in a message."""
 MAX_REASON = 400
 """Maximum width of the line that explains a sample's reward, in columns."""
+
+MOST_READ = 10_000
+"""Maximum number of samples that are read for the means of their rewards' components."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def show_selection(path: Path, selection: Selection) -> None:
         count = f"{counts['matches']} of {count} match {one_line(selection.condition, 60)}:"
     mean = "not scored" if counts["mean_reward"] is None else f"mean reward {counts['mean_reward']:.4g}"
     of = "" if selection.condition else "of "
-    print(f"{path}: {count} {of}{stdio.quantity(counts['prompts'], 'prompt')}, {mean}")
+    print(f"{path}: {count} {of}{stdio.quantity(counts['prompts'], 'prompt')}, {mean}{_component_means(matches)}")
     if selection.color_by:
         print(legend(selection.color_by))
     show_places(library, places, selection)
@@ -109,6 +113,17 @@ def _counts(matches: Sequence[Matches]) -> dict[str, Any]:
     finite = rewards[np.isfinite(rewards)]
     mean = float(finite.mean()) if len(finite) else None
     return {"matches": len(rewards), "prompts": len(prompts), "mean_reward": mean}
+
+
+def _component_means(matches: Sequence[Matches]) -> str:
+    """Return the mean of each component of the matching rewards, or "" if they are numbers or more than MOST_READ."""
+    rows = [(match, int(row)) for match in matches for row in match.rows]
+    if not rows or len(rows) > MOST_READ or not isinstance(rows[0][0].index.record(rows[0][1]).get("reward"), dict):
+        return ""
+    values = ComponentValues(rows[0][0].file.reward_key)
+    for match, row in rows:
+        values.add(match.index.record(row).get("reward"), prompt=int(match.index.columns()["group"][row]))
+    return visible(means_text(values.means()))
 
 
 def _prompts(match: Matches) -> set[int]:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from itertools import groupby, islice
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from slimectl.architectures.config import raw_config
 from slimectl.cli.inspect_samples import heading, texts_of
 from slimectl.cli.options import Selection
 from slimectl.cli.run_summary import run_facts, show_run
-from slimectl.cli.terminal import has_colours, safe_json
+from slimectl.cli.terminal import has_colours, safe_json, visible
 from slimectl.cli.tokens import MASKED, PROMPT, TRAINED, highlight, legend
 from slimectl.cli.viewer.library import Library, SamplesFile, is_run_folder, read_view
 from slimectl.data.jsonl import read_samples
 from slimectl.data.manifest import manifest_path
 from slimectl.data.records import sample_to_json
+from slimectl.data.sample_index import reward_number
 from slimectl.errors import SettingsError
+from slimectl.rewards.components import ComponentValues, means_text
 from slimectl.system.model_files import check_model_files, read_json
 from slimectl.system.stdio import quantity
 from slimectl.types import Sample
@@ -78,24 +82,27 @@ def show_folder(path: Path) -> None:
 
 
 def samples_facts(path: Path, rows: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the numbers of samples and prompts, the mean of the numeric rewards, and the first records."""
-    count, prompts, total, scored = 0, set[int](), 0.0, 0
+    """Return the numbers of samples and prompts, the means of rewards and their components, and the first records."""
+    count, prompts, rewards, parts = 0, set[int](), list[float](), ComponentValues()
     first = []
     for sample in read_samples(path):
         if count < rows:
             first.append(sample_to_json(sample))
         count += 1
         prompts.add(sample.group_index)
-        if isinstance(sample.reward, int | float):
-            total, scored = total + sample.reward, scored + 1
-    return {"samples": count, "prompts": len(prompts), "mean_reward": total / scored if scored else None}, first
+        if math.isfinite(reward := reward_number(sample.reward)):
+            rewards.append(reward)
+        parts.add(sample.reward, prompt=sample.group_index)
+    facts = {"samples": count, "prompts": len(prompts), "mean_reward": fmean(rewards) if rewards else None}
+    return facts | ({"mean_components": means} if (means := parts.means()) else {}), first
 
 
 def show_samples(path: Path, selection: Selection) -> None:
     """Print counts, rewards, and the text of the first samples."""
     counts, first = samples_facts(path, selection.rows)
     reward = counts["mean_reward"]
-    mean = ", not scored" if reward is None else f", mean reward {reward:.4g}"
+    components = visible(means_text(counts.get("mean_components", {})))
+    mean = ", not scored" if reward is None else f", mean reward {reward:.4g}{components}"
     print(f"{path}: {quantity(counts['samples'], 'sample')} of {quantity(counts['prompts'], 'prompt')}{mean}")
     pipe = Library([]), [SamplesFile("", path, path.name, "samples")]
     library, (file, *_) = read_view(path) if path.is_file() else pipe

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from slimectl.cli.output import StageOutput
     from slimectl.data.skip_counts import SkippedLines
+    from slimectl.rewards import ComponentValues
     from slimectl.settings import Settings
     from slimectl.types import Sample
 
@@ -113,6 +114,7 @@ def _grade_samples(
     from slimectl.data.skip_counts import locate
     from slimectl.data.streams import tee
     from slimectl.errors import RecordError
+    from slimectl.rewards import ComponentValues
     from slimectl.runtime import builders
     from slimectl.runtime.stage_functions import score as stage
     from slimectl.stages.score import reward_number
@@ -121,6 +123,7 @@ def _grade_samples(
     reward = builders.reward(settings)
     frozen = builders.frozen(settings, builders.model_folder(reference, setting="--reference")) if reference else None
     rewards: list[float] = []
+    parts = ComponentValues(settings.score.reward_key)
     reasons = Reasons(settings.score.reward_key)
     late = Counter[str]()
 
@@ -131,6 +134,7 @@ def _grade_samples(
         late["without a reward"] += sample.has_no_reward
         if not sample.has_no_reward:
             rewards.append(reward_number(sample, settings.score.reward_key))
+            parts.add(sample.reward, prompt=sample.group_index)
         reasons.add(sample)
 
     def graded(samples: Iterable[Sample]) -> Iterator[Sample]:
@@ -156,14 +160,19 @@ def _grade_samples(
     if settings.score.explain:
         for line in reasons.lines():
             stdio.note(line)
-    print_summary(counts, _means(rewards, settings.eval.success_threshold) | (+late))
+    print_summary(counts, _means(rewards, parts, settings.eval.success_threshold) | (+late))
 
 
-def _means(rewards: list[float], threshold: float) -> dict[str, str]:
-    """Return the mean reward. If there are rewards other than 0 and the threshold, also return the accuracy."""
+def _means(rewards: list[float], parts: ComponentValues, threshold: float) -> dict[str, str]:
+    """Return the mean reward and the means of its components.
+
+    If there are rewards other than 0 and the threshold, also return the accuracy.
+    """
     from statistics import fmean
 
-    means = {"mean reward": f"{fmean(rewards):.4g}"} if rewards else {}
+    from slimectl.rewards.components import means_text
+
+    means = {"mean reward": f"{fmean(rewards):.4g}{means_text(parts.means())}"} if rewards else {}
     if set(rewards) - {0.0, threshold}:
         means["accuracy"] = f"{fmean(reward >= threshold for reward in rewards):.4g} (reward >= {threshold:g})"
     return means

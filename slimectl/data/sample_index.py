@@ -25,6 +25,7 @@ from slimectl.data.io import byte_lines
 from slimectl.data.jsonl import parse_line
 from slimectl.data.records import with_float32
 from slimectl.errors import RecordError, SettingsError
+from slimectl.rewards import TOTAL
 from slimectl.types import Status
 
 COLUMNS = {
@@ -44,7 +45,7 @@ CACHED_BYTES = 64 << 10
 """Smallest file whose index is stored in the user's cache. A run of many rounds has many such files."""
 MAX_CACHED = 10_000
 """Maximum number of indexes in the cache."""
-FORMAT = 2
+FORMAT = 3
 """Version of the stored index."""
 FINGERPRINT_BYTES = 4096
 SEARCHED_BYTES = 16 << 20
@@ -312,8 +313,12 @@ def prompt_hash(prompt: Any) -> int:
 
 
 def reward_number(reward: Any, key: str | None = None) -> float:
-    """Return a reward as a number. For an object, use the value under `key`, else its first number. NaN if none."""
+    """Return a reward as a number. NaN if it has none.
+
+    For an object, use the value under `key`. Without a key, use "score", or else the first number.
+    """
     if isinstance(reward, dict):
+        key = key or (TOTAL if TOTAL in reward else None)
         reward = reward.get(key) if key else next((v for v in reward.values() if isinstance(v, int | float)), None)
     return float(reward) if isinstance(reward, int | float) else math.nan
 

@@ -38,10 +38,11 @@ class ByColumn(Verifier):
     >>> [by_tag(Sample(response=r"\boxed{4}", label="4", extra={"tag": tag})) for tag in ("math_500", "trivia")]
     [1.0, 0.0]
 
-    A key of `types` is a value, or a pattern with `*`. The first match counts. An entry is the name of a verifier, or a
-    table of its `type` and options. Without `types`, the values of verl's data_source apply. The column may also be in
-    the metadata. For a `code` entry, a label with tests becomes `metadata.tests`. If the label has a `target`, that is
-    the label. Raises RecordError for a row without the column, or with a value that has no verifier.
+    A key of `types` is a value, or a pattern with `*`. The first match counts. An entry is the name of a verifier, a
+    table of its `type` and options, or a verifier. In settings it may also be a list, which is a sum as in score.rm,
+    or a table with the `path` of a function. Without `types`, the values of verl's data_source apply. The column may
+    also be in the metadata. For a `code` entry, a label with tests becomes `metadata.tests`. If the label has a
+    `target`, that is the label. Raises RecordError for a row without the column, or with a value that has no verifier.
     """
 
     column: str = "data_source"
@@ -55,6 +56,9 @@ class ByColumn(Verifier):
         """The verifier of each pattern."""
         built = {}
         for pattern, entry in (self.types or DATA_SOURCES).items():
+            if isinstance(entry, Verifier):
+                built[pattern] = entry
+                continue
             options = dict(entry) if isinstance(entry, dict) else {"type": entry}
             rm_type = options.pop("type", None)
             if not isinstance(rm_type, str) or rm_type.endswith("by_column"):
@@ -83,7 +87,7 @@ class ByColumn(Verifier):
 
     def _type_of(self, pattern: str) -> str:
         entry = (self.types or DATA_SOURCES)[pattern]
-        return str(entry["type"] if isinstance(entry, dict) else entry)
+        return str(entry["type"] if isinstance(entry, dict) else entry if isinstance(entry, str) else "")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -97,6 +101,10 @@ class ByColumn(Verifier):
     @property
     def is_async(self) -> bool:
         return any(part.is_async for part in self._verifiers.values())
+
+    @property
+    def runs_user_code(self) -> bool:
+        return any(part.runs_user_code for part in self._verifiers.values())
 
     @property
     def patience_s(self) -> float:

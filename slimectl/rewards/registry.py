@@ -210,8 +210,10 @@ def known_types() -> list[str]:
     return VERIFIERS.names()
 
 
-def weighted(parts: list[dict[str, Any]], *, load: LoadPart | None = None, skip_none: bool = False) -> WeightedSum:
-    """Build the weighted sum that `score.rm` describes: type or path, weight, name, key and options of each part.
+def weighted(
+    parts: list[dict[str, Any]], *, load: LoadPart | None = None, skip_none: bool = False, setting: str = "score.rm"
+) -> WeightedSum:
+    """Build the weighted sum that a `setting` describes: type or path, weight, name, key and options of each part.
 
     >>> weighted([{"type": "exact"}, {"type": "length_penalty", "weight": -0.1, "limit": 8}])(
     ...     Sample(response="4", label="4", response_length=2))
@@ -221,10 +223,13 @@ def weighted(parts: list[dict[str, Any]], *, load: LoadPart | None = None, skip_
     reward is None is left out of the sum. Raises SettingsError for an invalid part, or two parts of the same name, and
     HookError for a function that does not fit.
     """
+    for index, entry in enumerate(parts):
+        if not isinstance(entry, dict):
+            raise SettingsError(f"{setting}[{index}]: {entry!r} is not a table. Write {{type = ..., weight = ...}}.")
     built: list[RewardTerm] = []
     names = _part_names(parts)
     for index, (entry, name) in enumerate(zip(parts, names, strict=True)):
-        options, location = dict(entry), f"score.rm[{index}]"
+        options, location = dict(entry), f"{setting}[{index}]"
         rm_type, weight = options.pop("type", None), options.pop("weight", 1.0)
         if not isinstance(rm_type, str) and not ("path" in entry and "type" not in entry):
             raise SettingsError(
@@ -240,7 +245,7 @@ def weighted(parts: list[dict[str, Any]], *, load: LoadPart | None = None, skip_
         part = _own_function(location, options, load) if rm_type is None else _typed(location, rm_type, options)
         built.append(RewardTerm(name, float(weight), part, key))
     if not built:
-        raise SettingsError("score.rm: no parts. Give [{type = ..., weight = ...}, ...].")
+        raise SettingsError(f"{setting}: no parts. Give [{{type = ..., weight = ...}}, ...].")
     return WeightedSum(tuple(built), skip_none)
 
 

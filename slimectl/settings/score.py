@@ -78,7 +78,10 @@ class ScoreSettings(Section):
     @property
     def own_functions(self) -> list[str]:
         """Paths of your own reward functions."""
-        parts = [str(part["path"]) for part in self.rm if "path" in part and "type" not in part]
+        types = self.rm_options.get("types")
+        entries = list(types.values()) if self.rm_type == "by_column" and isinstance(types, dict) else []
+        listed = [part for entry in (*entries, self.rm) for part in (entry if isinstance(entry, list) else [entry])]
+        parts = [str(p["path"]) for p in listed if isinstance(p, dict) and "path" in p and "type" not in p]
         return [self.custom_rm_path] if self.custom_rm_path else parts
 
     @property

@@ -343,8 +343,28 @@ class Grader:
     def _verifier(self, rm_type: str) -> Verifier:
         if rm_type not in self._verifiers:
             options = self.settings.score.rm_options if rm_type == self.settings.score.rm_type else {}
+            if rm_type == "by_column" and isinstance(types := options.get("types"), dict):
+                options = {**options, "types": {value: self._grader_of(value, types[value]) for value in types}}
             self._verifiers[rm_type] = verifier(rm_type, **self._with_server_url(options, rm_type))
         return self._verifiers[rm_type]
+
+    def _grader_of(self, value: str, entry: Any) -> Any:
+        """Return an entry of by_column with the server's address. Sums and functions are built, as verifiers."""
+        setting = f"score.rm_options.types.{value}"
+        if isinstance(entry, list):
+            parts = [
+                self._with_server_url(part, str(part.get("type"))) if isinstance(part, dict) else part for part in entry
+            ]
+            return weighted(
+                parts, load=self._load, skip_none=self.settings.score.none_reward == "skip", setting=setting
+            )
+        if isinstance(entry, dict) and "path" in entry and "type" not in entry:
+            if len(entry) > 1:
+                raise SettingsError(f"{setting}: a function has no options. Give only its path, or a list of parts.")
+            return self._load(str(entry["path"]), f"{setting}.path")
+        rm_type = entry.get("type") if isinstance(entry, dict) else entry
+        options = entry if isinstance(entry, dict) else {"type": entry}
+        return self._with_server_url(options, rm_type) if isinstance(rm_type, str) and takes_url(rm_type) else entry
 
     def _with_server_url(self, options: dict[str, Any], rm_type: str) -> dict[str, Any]:
         """Return the options, with score.rm_url added for verifiers that need a server address."""

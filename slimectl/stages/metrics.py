@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from slimectl.algorithms.metrics import mean_and_spread, pass_at_k, pass_k_values, rollout_metrics, standard_deviation
 from slimectl.data.turn_rewards import numbered_turns
-from slimectl.rewards import components
+from slimectl.rewards import ComponentValues
 from slimectl.settings import Settings
 from slimectl.settings.run import TrackSettings
 from slimectl.settings.score import ScoreSettings
@@ -96,22 +96,14 @@ def round_metrics(
 
 
 def component_metrics(prefix: str, samples: Sequence[Sample], reward_key: str | None) -> Metrics:
-    """Return mean and deviation of each named component of the samples' rewards.
-
-    Components that only one prompt has, such as a rubric of its own, are left out, unless it is the only prompt.
-    """
-    values: dict[str, list[float]] = {}
-    prompts: dict[str, set[int]] = {}
+    """Return mean and deviation of each component of the samples' rewards that several prompts share."""
+    values = ComponentValues(reward_key)
     for sample in samples:
-        for name, value in components(sample.reward, reward_key).items():
-            if value is not None:
-                values.setdefault(name, []).append(value)
-                prompts.setdefault(name, set()).add(sample.group_index)
-    enough = min(2, len({sample.group_index for sample in samples}))
+        values.add(sample.reward, prompt=sample.group_index)
     metrics: Metrics = {}
-    for name in sorted(name for name in values if len(prompts[name]) >= enough):
+    for name, numbers in values.by_name().items():
         metric = f"{prefix}reward/{name.replace('/', '_')}"
-        metrics |= {metric: statistics.fmean(values[name]), f"{metric}/std": standard_deviation(values[name])}
+        metrics |= {metric: statistics.fmean(numbers), f"{metric}/std": standard_deviation(numbers)}
     return metrics
 
 

@@ -86,6 +86,18 @@ def test_an_answer_of_several_weight_versions_has_the_span_of_each(tmp_path: Pat
     assert "\x1b[30;46mA\x1b[0m\x1b[30;43mBC\x1b[0m (version 6, 7)" in coloured
 
 
+def test_a_reward_that_is_an_object_counts_as_its_score_and_shows_its_components(tmp_path: Path):
+    rewards = [{"right": 1.0, "short": 0.5, "score": 1.5}, {"right": 0.0, "short": None, "score": 0.0}]
+    path = write(tmp_path / "samples.jsonl", [sample(2 * at, reward=reward) for at, reward in enumerate(rewards)])
+    header, first, *_ = inspect(path).stdout.splitlines()
+    assert header == f"{path}: 2 samples of 2 prompts, mean reward 0.75, right 0.5"  # short has one prompt only
+    assert 'reward {"right": 1.0, "short": 0.5, "score": 1.5}' in first
+    assert inspect(path, "--where", "reward >= 0").stdout.splitlines()[0].endswith("mean reward 0.75, right 0.5")
+    assert shown(path, "--where", "reward > 1.2") == [0]
+    answer = json.loads(inspect(path, "--json").stdout)
+    assert (answer["mean_reward"], answer["mean_components"]) == (0.75, {"right": 0.5})
+
+
 def test_a_filter_and_a_sort_choose_what_is_printed(file: Path):
     assert shown(file, "--where", "reward > 0.3") == [0, 2, 5]
     assert shown(file, "--sort", "-reward", "--rows", "9") == [2, 5, 0, 4, 1, 3]  # the one without a reward is last

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 
 import pytest
@@ -24,6 +25,14 @@ def samples_file(workshop: Workshop, responses: dict[int, str], label: object = 
     path = workshop.folder / "samples.jsonl"
     path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     return path.name
+
+
+def test_the_summary_has_the_mean_of_every_component(workshop: Workshop):
+    name = samples_file(workshop, BOXES)
+    parts = 'score.rm=[{type = "math"}, {type = "length_penalty", name = "short", weight = -0.5, limit = 8}]'
+    workshop.slimectl("score", name, "-s", parts)
+    last = workshop.stderr.splitlines()[-1]
+    assert re.fullmatch(r"4 samples, mean reward [-\d.]+, math 0\.25, short [\d.]+, accuracy .*", last), last
 
 
 def test_explain_writes_why_into_every_record_and_sums_up_on_stderr(workshop: Workshop):

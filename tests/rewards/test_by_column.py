@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
+from typing import Any
+
 import pytest
+from graders import grading, says
 
 from slimectl.errors import RecordError, SettingsError
 from slimectl.rewards import verifier
+from slimectl.runtime import builders
+from slimectl.settings import Settings
+from slimectl.stages.grader import Grader
 from slimectl.types import Sample
 
 TWICE = "```python\nprint(2 * int(input()))\n```"
@@ -80,3 +88,60 @@ def test_a_pattern_of_numeric_captures_the_number(pattern: str, message: str):
     with pytest.raises(SettingsError) as error:
         verifier("numeric", pattern=pattern)
     assert message in str(error.value)
+
+
+DOMAINS = {
+    "math*": [{"type": "math"}, {"type": "length_penalty", "name": "long", "weight": -0.5, "limit": 4}],
+    "chat": {"path": "{own}:polite"},
+    "open": "judge",
+    "*": {"type": "exact", "ignore_case": True},
+}
+
+
+def by_domain(types: dict[str, Any], **score: Any) -> Grader:
+    given = {"rm_type": "by_column", "rm_options": {"column": "tag", "types": types}, **score}
+    return builders.reward(Settings.model_validate({"score": given}))
+
+
+@pytest.fixture
+def domains(tmp_path: Path) -> dict[str, Any]:
+    own = tmp_path / "own.py"
+    own.write_text("def polite(sample):\n    return float('please' in sample.response)\n")
+    return DOMAINS | {"chat": {"path": f"{own}:polite"}}
+
+
+def test_every_domain_has_its_sum_its_function_or_its_verifier_with_options(domains: dict[str, Any]):
+    graders = by_domain({name: entry for name, entry in domains.items() if name != "open"})
+    graded = [
+        graders(Sample(response=response, label=label, response_length=2, metadata={"tag": tag}))
+        for tag, response, label in (
+            ("math_1", r"\boxed{4}", "4"),
+            ("chat", "please", None),
+            ("quiz", "PARIS", "Paris"),
+        )
+    ]
+    assert graded == [{"score": 0.75, "math": 1.0, "long": 0.5}, 1.0, 1.0]  # 1 - 0.5 * 2 / 4
+    again = pickle.loads(pickle.dumps(graders))  # as for a worker process
+    assert again(Sample(response="please", metadata={"tag": "chat"})) == 1.0
+    assert graders.runs_user_code(Sample(metadata={"tag": "chat"}))
+
+
+def test_a_domain_with_a_server_gets_its_address(domains: dict[str, Any]):
+    with grading(lambda body: says("Score: 7")) as server:
+        graders = by_domain(domains, rm_url=server.url)
+        assert graders(Sample(response="x", metadata={"tag": "open"})) == 0.7
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ([{"type": "maths"}], r"score.rm_options.types.a\[0\]: no verifier 'maths'"),
+        (["math"], r"score.rm_options.types.a\[0\]: 'math' is not a table"),
+        ([], "score.rm_options.types.a: no parts"),
+        ({"path": "own.py:f", "weight": 2}, "score.rm_options.types.a: a function has no options"),
+        ({"weight": 2}, "score.rm_options.types.a: .* does not name a verifier"),
+    ],
+)
+def test_a_domain_that_cannot_be_graded_is_refused(entry: Any, message: str):
+    with pytest.raises(SettingsError, match=message):
+        by_domain({"a": entry})

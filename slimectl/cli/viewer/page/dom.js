@@ -63,9 +63,10 @@ export function number(value, digits = 4) {
   return size >= 1e6 || (size < 1e-3 && size > 0) ? value.toExponential(2) : String(Number(value.toPrecision(digits)));
 }
 
-/** Return a reward as text: a number, or the object that a verifier returned as JSON. */
+/** Return a reward as text: a number, or each component of an object with its name. */
 export function rewardText(reward) {
-  return reward !== null && typeof reward === "object" ? visible(JSON.stringify(reward)) : number(reward);
+  if (reward === null || typeof reward !== "object") return number(reward);
+  return Object.entries(reward).map(([name, value]) => `${visible(name)} ${typeof value === "number" ? number(value) : visible(JSON.stringify(value))}`).join(" · ");
 }
 
 /** Return the CSS class of a reward, by its position between the smallest and the largest reward of a list. */
