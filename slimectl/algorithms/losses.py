@@ -191,7 +191,9 @@ class PolicyLoss:
         probability of the sampled tokens, and no importance weight applies.
         """
         if pack.divergence_T is None:
-            raise ValueError("the pack has no divergence_T although the loss has a divergence")
+            raise SettingsError(
+                "algorithm.opd_divergence: this trainer does not compare distributions. Set it to token."
+            )
         values_T["opd_kl"] = pack.divergence_T
         return pack.divergence_T if pack.teacher_weights_T is None else pack.divergence_T * pack.teacher_weights_T
 

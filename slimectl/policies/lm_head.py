@@ -8,7 +8,7 @@ likeliest tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,48 @@ class VocabularyShard:
 
 
 @dataclass(frozen=True)
+class TeacherStates:
+    """A teacher's final states where the policy has its own, and its head.
+
+    Its distributions are computed from them chunk by chunk, as the policy's are, and never exist all at once. The
+    teacher shares the vocabulary, and its shards.
+    """
+
+    hidden_UG: Tensor
+    weight_VG: Tensor
+    temperature: float
+    logits: Callable[[Tensor], Tensor] | None = None
+    """The head itself, if it is more than a product with the weight."""
+
+    def log_p(self, C: slice, shard: VocabularyShard | None = None) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities [C, V] of a chunk of states, and the normalizer [C] as `_log_p` does."""
+        with torch.no_grad():
+            if self.logits is None:
+                return _log_p(self.hidden_UG[C], self.weight_VG, self.temperature, shard)
+            logits_CV = scaled(self.logits(self.hidden_UG[C]), self.temperature)
+            log_p_CV = torch.log_softmax(logits_CV, dim=1)
+            return log_p_CV, logits_CV[:, 0] - log_p_CV[:, 0]
+
+    def slab(self, S: slice, normalizer_U: Tensor) -> Tensor:
+        """Return the log-probabilities [U, S] of a slab of the vocabulary."""
+        logits_US = scaled(self.hidden_UG @ self.weight_VG[S].t(), self.temperature)
+        return logits_US.sub_(normalizer_U[:, None])
+
+    def padded(self, states: int) -> TeacherStates:
+        """Return it with more states, as the policy's are padded."""
+        return replace(self, hidden_UG=F.pad(self.hidden_UG, (0, 0, 0, states - len(self.hidden_UG))))
+
+
+def check_same_vocabulary(teacher: int, policy: int) -> None:
+    """Raise SettingsError if the heads have different numbers of tokens, so that distributions cannot be compared."""
+    if teacher != policy:
+        raise SettingsError(
+            f"algorithm.opd_teacher_load: the head of the teacher has {teacher} tokens and that of the policy {policy}."
+            " Set algorithm.opd_top_k, which compares the teacher's likeliest tokens."
+        )
+
+
+@dataclass(frozen=True)
 class HeadOptions:
     """What a head computes beside log-probabilities, and how."""
 
@@ -60,7 +102,9 @@ class HeadOptions:
     entropy: bool = False
     shard: VocabularyShard | None = None
     divergence: Divergence | None = None
-    """The divergence from the teacher whose likeliest tokens a pack has."""
+    """The divergence from a teacher. Without `teacher`, it is over the likeliest tokens that a pack has."""
+    teacher: TeacherStates | None = None
+    """The teacher of a divergence over the full vocabulary."""
 
 
 class HeadOutputs(NamedTuple):
@@ -80,59 +124,89 @@ class _LinearLogProbs(torch.autograd.Function):
         targets_Q: Tensor,
         state_Q: Tensor | None,
         options: HeadOptions,
-    ) -> tuple[Tensor, Tensor]:
-        temperature, entropy, shard = options.temperature, options.entropy, options.shard
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        entropy, shard, teacher = options.entropy, options.shard, options.teacher
         chunk = _chunk_states(hidden_UH, weight_VH)
         needs_grad = any(ctx.needs_input_grad[:2])
         index_Q, is_local_Q = _local_targets(targets_Q, shard)
         logprobs: list[Tensor] = []
         entropies: list[Tensor] = []
+        divergences: list[Tensor] = []
+        slopes: list[Tensor] = []
         saved: list[Tensor] = []
         normalizers: list[Tensor] = []
+        of_teacher: list[Tensor] = []
         for C, pairs, row_Q in chunks(len(hidden_UH), chunk, state_Q, hidden_UH.device):
-            log_p_CV, normalizer_C = _log_p(hidden_UH[C], weight_VH, temperature, shard)
+            log_p_CV, normalizer_C = _log_p(hidden_UH[C], weight_VH, options.temperature, shard)
             normalizers.append(normalizer_C)
             logprobs.append(log_p_CV[row_Q, index_Q[pairs]])
             if entropy:
                 entropies.append(-torch.exp(log_p_CV).mul_(log_p_CV).sum(1))
+            if teacher is not None and options.divergence is not None:
+                teacher_CV, teacher_normalizer_C = teacher.log_p(C, shard)
+                divergences.append(options.divergence.terms(log_p_CV, teacher_CV).sum(1))
+                slopes.append(options.divergence.slopes(log_p_CV, teacher_CV).sum(1))
+                of_teacher.append(teacher_normalizer_C)
             if needs_grad and (len(saved) + 1) * chunk * weight_VH.shape[0] <= KEPT_LOGITS:
                 saved.append(log_p_CV)
         logprobs_Q = torch.cat(logprobs)
         entropy_U = torch.cat(entropies) if entropy else logprobs_Q.new_empty(0)
+        divergence_U, slope_U, teacher_normalizer_U = (
+            torch.cat(parts) if parts else logprobs_Q.new_empty(0) for parts in (divergences, slopes, of_teacher)
+        )
         if shard is not None:
             logprobs_Q = shard.sum(logprobs_Q.mul_(is_local_Q))
-            entropy_U = shard.sum(entropy_U) if entropy else entropy_U
-        ctx.save_for_backward(hidden_UH, weight_VH, targets_Q, state_Q, entropy_U, torch.cat(normalizers), *saved)
+            entropy_U, divergence_U, slope_U = (
+                shard.sum(part_U) if len(part_U) else part_U for part_U in (entropy_U, divergence_U, slope_U)
+            )
+        ctx.save_for_backward(
+            hidden_UH, weight_VH, targets_Q, state_Q, entropy_U, slope_U, teacher_normalizer_U,
+            torch.cat(normalizers), *saved,
+        )  # fmt: skip
         # If the entropy is only reported, it has no gradient and costs no backward pass.
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.chunk, ctx.shard = temperature, chunk, shard
-        return logprobs_Q, entropy_U
+        ctx.options, ctx.chunk = options, chunk
+        return logprobs_Q, entropy_U, divergence_U
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs_Q: Tensor | None, grad_entropy_U: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_UH, weight_VH, targets_Q, state_Q, entropy_U, normalizer_U, *saved = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_logprobs_Q: Tensor | None, grad_entropy_U: Tensor | None, grad_divergence_U: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden_UH, weight_VH, targets_Q, state_Q, entropy_U, slope_U, teacher_U, normalizer_U, *saved = (
+            ctx.saved_tensors
+        )
+        options: HeadOptions = ctx.options
         if grad_logprobs_Q is None:
             grad_logprobs_Q = entropy_U.new_zeros(len(targets_Q))
-        index_Q, is_local_Q = _local_targets(targets_Q, ctx.shard)
+        index_Q, is_local_Q = _local_targets(targets_Q, options.shard)
         loss = _LossGradient(
             sum_U=_sum_by_state(grad_logprobs_Q, state_Q, len(hidden_UH)),
             local_Q=grad_logprobs_Q * is_local_Q,
             entropy_U=entropy_U,
             of_entropy_U=grad_entropy_U,
-            temperature=ctx.temperature,
+            slope_U=slope_U,
+            teacher_normalizer_U=teacher_U,
+            of_divergence_U=grad_divergence_U,
+            options=options,
         )
-        rows_VH = _rows(weight_VH, ctx.shard)
+        rows_VH = _rows(weight_VH, options.shard)
         grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
-        grad_rows_VH = None if grad_weight_VH is None else _rows(grad_weight_VH, ctx.shard)
-        if grad_rows_VH is not None and weight_VH.dtype.itemsize < 4 and len(hidden_UH) > ctx.chunk:
+        grad_rows_VH = None if grad_weight_VH is None else _rows(grad_weight_VH, options.shard)
+        many_in_16_bits = weight_VH.dtype.itemsize < 4 and len(hidden_UH) > ctx.chunk
+        if grad_rows_VH is not None and many_in_16_bits and loss.has_slabs:
             state_Q = torch.arange(len(hidden_UH), device=hidden_UH.device) if state_Q is None else state_Q
             pairs = (state_Q, index_Q)
             grad_hidden_UH = _backward_by_slabs(hidden_UH, rows_VH, normalizer_U, saved, pairs, loss, grad_rows_VH)
             return grad_hidden_UH, grad_weight_VH, None, None, None
         grad_hidden_UH = torch.empty_like(hidden_UH)
         for i, (C, pairs_C, row_Q) in enumerate(chunks(len(hidden_UH), ctx.chunk, state_Q, hidden_UH.device)):
-            log_p_CV = saved[i] if i < len(saved) else _log_p(hidden_UH[C], weight_VH, ctx.temperature, ctx.shard)[0]
-            grad_CV = loss.of_logits(log_p_CV, C, row_Q, index_Q[pairs_C], loss.local_Q[pairs_C]).to(hidden_UH.dtype)
+            if i < len(saved):
+                log_p_CV = saved[i]
+            else:
+                log_p_CV, _ = _log_p(hidden_UH[C], weight_VH, options.temperature, options.shard)
+            teacher_CV = loss.teacher_chunk(C)
+            grad_CV = loss.of_logits(log_p_CV, C, (row_Q, index_Q[pairs_C]), loss.local_Q[pairs_C], teacher_CV)
+            grad_CV = grad_CV.to(hidden_UH.dtype)
             if is_faster(grad_CV.device, grad_CV.dtype):
                 grad_hidden_UH[C] = onednn_linear.product(grad_CV, rows_VH.t())
                 if grad_rows_VH is not None:
@@ -146,7 +220,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _LossGradient:
-    """Gradient of the loss by log-probabilities and entropies, from which the gradient by logits is computed."""
+    """Gradient of the loss by the outputs of the head, from which the gradient by logits is computed."""
 
     sum_U: Tensor
     """Gradients of the pairs, summed by state."""
@@ -154,13 +228,38 @@ class _LossGradient:
     """Gradients of the pairs whose token this rank holds, 0 for the others."""
     entropy_U: Tensor
     of_entropy_U: Tensor | None
-    temperature: float
+    slope_U: Tensor
+    """Derivatives of the divergence by the log-probabilities of a state, summed over the vocabulary."""
+    teacher_normalizer_U: Tensor
+    of_divergence_U: Tensor | None
+    options: HeadOptions
 
-    def of_logits(self, log_p_CV: Tensor, C: slice, row_Q: Tensor, column_Q: Tensor, grad_Q: Tensor) -> Tensor:
+    @property
+    def has_slabs(self) -> bool:
+        """Whether everything can be computed for a part of the vocabulary."""
+        return self._teacher is None or self._teacher.logits is None
+
+    @property
+    def _teacher(self) -> TeacherStates | None:
+        return None if self.of_divergence_U is None else self.options.teacher
+
+    def teacher_chunk(self, C: slice) -> Tensor | None:
+        """Return the teacher's log-probabilities [C, V] if the loss depends on them."""
+        return None if self._teacher is None else self._teacher.log_p(C, self.options.shard)[0]
+
+    def teacher_slab(self, S: slice) -> Tensor | None:
+        """Return the teacher's log-probabilities [U, S] if the loss depends on them."""
+        return None if self._teacher is None else self._teacher.slab(S, self.teacher_normalizer_U)
+
+    def of_logits(
+        self, log_p_CV: Tensor, C: slice, place_Q: tuple[Tensor, Tensor], grad_Q: Tensor, teacher_CV: Tensor | None
+    ) -> Tensor:
         """Return the gradient by the logits of some states and tokens, computed in place of their log-probabilities.
 
-        `grad_Q` has the gradient of each pair. `row_Q` and `column_Q` are the pair's position.
+        `grad_Q` has the gradient of each pair, and `place_Q` its row and column.
         """
+        of_divergence_CV = None if teacher_CV is None else self._of_divergence(log_p_CV, C, teacher_CV)
+        row_Q, column_Q = place_Q
         if self.of_entropy_U is not None:
             # dH/dz = -p (log p + H)
             slope_C1 = self.of_entropy_U[C, None]
@@ -170,7 +269,16 @@ class _LossGradient:
             grad_CV = log_p_CV.exp_().mul_(-self.sum_U[C, None])
         # Pairs are distinct, so every element is added to once. Zeros change nothing.
         grad_CV.view(-1).scatter_add_(0, row_Q * grad_CV.shape[1] + column_Q, grad_Q)
-        return grad_CV if self.temperature == 1.0 else grad_CV.div_(self.temperature)
+        if of_divergence_CV is not None:
+            grad_CV.add_(of_divergence_CV)
+        return grad_CV if self.options.temperature == 1.0 else grad_CV.div_(self.options.temperature)
+
+    def _of_divergence(self, log_p_CV: Tensor, C: slice, teacher_CV: Tensor) -> Tensor:
+        """Return the gradient of the divergence: dD/dz = dD/dlog p - p times the sum of dD/dlog p."""
+        assert self.options.divergence is not None
+        assert self.of_divergence_U is not None
+        grad_CV = self.options.divergence.slopes(log_p_CV, teacher_CV)
+        return grad_CV.addcmul_(log_p_CV.exp(), self.slope_U[C, None], value=-1).mul_(self.of_divergence_U[C, None])
 
 
 def _backward_by_slabs(
@@ -196,12 +304,11 @@ def _backward_by_slabs(
         S = slice(start, start + width)
         rows_SH = rows_VH[S]
         log_p_US = torch.cat([*(log_p_CV[:, S] for log_p_CV in saved), (hidden_UH[known:] @ rows_SH.t()).float()])
-        log_p_US[known:].div_(loss.temperature).sub_(normalizer_U[known:, None])
+        log_p_US[known:].div_(loss.options.temperature).sub_(normalizer_U[known:, None])
         column_Q = index_Q - start
         is_inside_Q = (column_Q >= 0) & (column_Q < len(rows_SH))
-        grad_US = loss.of_logits(log_p_US, slice(None), state_Q, column_Q * is_inside_Q, loss.local_Q * is_inside_Q).to(
-            hidden_UH.dtype
-        )
+        place_Q, grad_Q = (state_Q, column_Q * is_inside_Q), loss.local_Q * is_inside_Q
+        grad_US = loss.of_logits(log_p_US, slice(None), place_Q, grad_Q, loss.teacher_slab(S)).to(hidden_UH.dtype)
         torch.mm(grad_US.t(), hidden_UH, out=grad_rows_VH[S])
         grad_hidden_UH += grad_US @ rows_SH
     return grad_hidden_UH.to(hidden_UH.dtype)
@@ -281,26 +388,31 @@ def linear_log_probs(
     options: HeadOptions,
     *,
     state_Q: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return log_softmax(hidden · weightᵀ / temperature) at the targets [Q], and the entropies [U] if requested.
+) -> HeadOutputs:
+    """Return log_softmax(hidden · weightᵀ / temperature) at the targets [Q], and if requested the entropies [U].
 
-    Both carry gradients to `hidden_UH` and `weight_VH`, and are at least float32 for any input. `state_Q` has the
-    states of the targets, ascending, with no pair twice. Without it every state has one target. With a shard, every
-    rank of its group passes the same hidden states and its own rows of the weight, and gets the same values. Its
-    gradient for `hidden_UH` covers only its own rows. The sum over the group is the full gradient.
+    With a teacher, also return the divergences [U] from its distributions. All carry gradients to `hidden_UH` and
+    `weight_VH`, and are at least float32 for any input. `state_Q` has the states of the targets, ascending, with no
+    pair twice. Without it every state has one target. With a shard, every rank of its group passes the same hidden
+    states and its own rows of the weight, and gets the same values. Its gradient for `hidden_UH` covers only its own
+    rows. The sum over the group is the full gradient.
     """
     if not len(targets_Q):
         # Still a function of its inputs, so that backward reaches every rank's collectives.
         empty_Q = (hidden_UH.sum(1) + weight_VH[:0].sum()).float()
-        return empty_Q, empty_Q if options.entropy else None
+        return HeadOutputs(empty_Q, empty_Q if options.entropy else None, None if options.teacher is None else empty_Q)
     states = len(hidden_UH)
     hidden_UH, state_Q = _padded(hidden_UH, weight_VH, state_Q)
-    logprobs_Q, entropy_U = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]
+    if options.teacher is not None:
+        options = replace(options, teacher=options.teacher.padded(len(hidden_UH)))
+    logprobs_Q, *parts = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden_UH, weight_VH, targets_Q, state_Q, options
     )
-    if len(entropy_U) > states:
-        entropy_U = entropy_U[:states].clone()  # FSDP2 warns of a root module that returns views
-    return logprobs_Q, entropy_U if options.entropy else None
+    # FSDP2 warns of a root module that returns views.
+    entropy_U, divergence_U = (part_U[:states].clone() if len(part_U) > states else part_U for part_U in parts)
+    return HeadOutputs(
+        logprobs_Q, entropy_U if options.entropy else None, None if options.teacher is None else divergence_U
+    )
 
 
 def _padded(hidden_UH: Tensor, weight_VH: Tensor, state_Q: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -319,19 +431,18 @@ def predicted_log_probs(
 ) -> HeadOutputs:
     """Return the outputs [R] for every sample's response tokens, by one `linear_log_probs`."""
     outputs = linear_log_probs(hidden_UH, weight_VH, predictions.targets_Q, options, state_Q=predictions.state_Q)
-    return expanded(*outputs, predictions, options.divergence)
+    return expanded(outputs, predictions, options.divergence)
 
 
-def expanded(
-    logprobs_Q: Tensor, entropy_U: Tensor | None, predictions: Predictions, divergence: Divergence | None
-) -> HeadOutputs:
+def expanded(outputs: HeadOutputs, predictions: Predictions, divergence: Divergence | None) -> HeadOutputs:
     """Return the outputs [R] for every sample's response tokens, from those of pairs and states.
 
-    The divergence over the teacher's likeliest tokens is a function of the policy's log-probabilities of these tokens,
-    so its gradient reaches all logits through them.
+    Without the states of a teacher, the divergence is over its likeliest tokens. It is a function of the policy's
+    log-probabilities of these tokens, so its gradient reaches all logits through them.
     """
-    divergence_R = None
-    if divergence is not None and len(predictions.sources_U):
+    logprobs_Q, entropy_U, divergence_U = outputs
+    divergence_R = None if divergence_U is None else predictions.of_states(divergence_U)
+    if divergence is not None and divergence_U is None and len(predictions.sources_U):
         if predictions.teacher_RK is None:
             raise SettingsError(
                 "algorithm.opd_divergence needs teacher_top_log_probs, which these samples lack. Set opd_kl_coef to 0."
@@ -381,5 +492,9 @@ def of_logits(logits_RV: Tensor, targets_R: Tensor, *, entropy: bool) -> tuple[T
 
 def linear_logits(hidden_RH: Tensor, weight_VH: Tensor, *, temperature: float) -> Tensor:
     """Return hidden · weightᵀ / temperature, [R, V], at least in float32."""
-    logits_RV = hidden_RH @ weight_VH.t()
-    return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)) / temperature
+    return scaled(hidden_RH @ weight_VH.t(), temperature)
+
+
+def scaled(logits_CV: Tensor, temperature: float) -> Tensor:
+    """Return logits / temperature, at least in float32."""
+    return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) / temperature

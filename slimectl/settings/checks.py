@@ -356,6 +356,17 @@ def _hook_conflicts(settings: Settings) -> Iterator[str]:
                 f"rollout.{key} and run.async_level: {run.async_level} cannot be combined: no later round "
                 f"may be in progress. Set run.async_level to 0 or 1."
             )
+    teacher = settings.algorithm.teacher_options
+    if train.custom_loss_function_path and teacher is not None and teacher.divergence != "token":
+        yield (
+            f"train.custom_loss_function_path and algorithm.opd_divergence = {teacher.divergence} cannot be combined: "
+            f"your own loss replaces it. Set opd_divergence to token, which changes advantages, or drop your loss."
+        )
+    if teacher is not None and teacher.in_trainer and settings.megatron.pipeline_model_parallel_size > 1:
+        yield (
+            f"megatron.pipeline_model_parallel_size: {settings.megatron.pipeline_model_parallel_size} stages cannot "
+            f"compare distributions over the full vocabulary. Set algorithm.opd_top_k, or use one stage."
+        )
     if train.custom_loss_function_path:
         for key in ("custom_tis_function_path", "custom_pg_loss_reducer_function_path"):
             if getattr(train, key):

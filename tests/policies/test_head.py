@@ -25,7 +25,7 @@ def test_values_and_gradients_equal_the_plain_formulation(
     plain_entropy = -(plain.exp() * plain).sum(1)
     value = (scale[0] * plain[range(7), targets]).sum() + entropy * (scale[1] * plain_entropy).sum()
     expected = torch.autograd.grad(value, [hidden, weight])
-    logprobs, entropies = linear_log_probs(hidden, weight, targets, HeadOptions(0.7, entropy))
+    logprobs, entropies, _ = linear_log_probs(hidden, weight, targets, HeadOptions(0.7, entropy))
     torch.testing.assert_close(logprobs, plain[range(7), targets])
     loss = (scale[0] * logprobs).sum()
     if entropy:
@@ -62,7 +62,7 @@ def test_onednn_computes_multiples_of_rows_and_gives_the_values_and_gradients_of
 
     def step(fast: bool) -> list[torch.Tensor]:
         monkeypatch.setattr(onednn_linear, "_has_unused_instructions", lambda: fast)
-        logprobs, entropies = linear_log_probs(
+        logprobs, entropies, _ = linear_log_probs(
             hidden, weight, targets, HeadOptions(0.7, entropy=True), state_Q=state if shared else None
         )
         assert entropies is not None
@@ -97,7 +97,7 @@ def test_many_chunks_in_bfloat16_are_as_exact_as_one_product(
 
     def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
         inputs = [part.to(dtype).requires_grad_() for part in (hidden, weight)]
-        logprobs, entropies = linear_log_probs(
+        logprobs, entropies, _ = linear_log_probs(
             *inputs, targets, HeadOptions(0.7, entropy), state_Q=state if shared else None
         )
         loss = (scale * logprobs).sum() + (0 if entropies is None else (entropy_scale * entropies).sum())
@@ -113,7 +113,7 @@ def test_many_chunks_in_bfloat16_are_as_exact_as_one_product(
 
 def test_log_probs_of_bfloat16_are_float32():
     hidden, weight = torch.ones(2, 4, dtype=torch.bfloat16), torch.zeros(8, 4, dtype=torch.bfloat16)
-    logprobs, entropy = linear_log_probs(hidden, weight, torch.tensor([0, 7]), HeadOptions(entropy=True))
+    logprobs, entropy, _ = linear_log_probs(hidden, weight, torch.tensor([0, 7]), HeadOptions(entropy=True))
     assert logprobs.tolist() == pytest.approx([-2.0794415] * 2)  # -ln 8
     assert entropy.tolist() == pytest.approx([2.0794415] * 2)
 
@@ -121,6 +121,6 @@ def test_log_probs_of_bfloat16_are_float32():
 def test_no_targets_still_reach_the_weights():
     weight = torch.ones(3, 2, requires_grad=True)
     hidden = torch.ones(0, 2, requires_grad=True)
-    logprobs, _ = linear_log_probs(hidden, weight, torch.empty(0, dtype=torch.long), HeadOptions())
+    logprobs, _, _ = linear_log_probs(hidden, weight, torch.empty(0, dtype=torch.long), HeadOptions())
     logprobs.sum().backward()
     assert weight.grad.tolist() == [[0.0, 0.0]] * 3

@@ -438,9 +438,9 @@ ALGORITHM_ROWS: dict[str, Row] = {
     "ref_load": see(referred, "{folder}/other", **KL),
     "ref_update_interval": elsewhere("stages/test_learners.py::"),
     "opd_kl_coef": training(0.5),
-    "opd_divergence": elsewhere("stages/test_distillation.py::"),
-    "opd_jsd_beta": elsewhere("stages/test_distillation.py::"),
-    "opd_top_k": elsewhere("stages/test_distillation.py::"),
+    "opd_divergence": elsewhere("stages/test_distilled_runs.py::"),
+    "opd_jsd_beta": elsewhere("stages/test_distilled_runs.py::"),
+    "opd_top_k": elsewhere("stages/test_distilled_runs.py::"),
     "opd_teacher_load": see(
         distilled, "{folder}/other", algorithm__opd_kl_coef=0.5, algorithm__opd_teacher_load="{model}"
     ),

@@ -18,10 +18,17 @@ from slimectl.data.images import ImageProcessor
 from slimectl.errors import CheckpointError, RecordError
 from slimectl.policies.fsdp import attention
 from slimectl.policies.fsdp.mixers import PackedMixers
-from slimectl.policies.fsdp.own_head import own_log_probs, own_top_log_probs, scaled
+from slimectl.policies.fsdp.own_head import own_log_probs, own_top_log_probs
 from slimectl.policies.fsdp.packed_batch import PackedBatch, build_packed_batch
 from slimectl.policies.fsdp.vision import decoder_input, decoder_of
-from slimectl.policies.lm_head import HeadOptions, linear_top_log_probs, of_logits, predicted_log_probs
+from slimectl.policies.lm_head import (
+    HeadOptions,
+    TeacherStates,
+    linear_top_log_probs,
+    of_logits,
+    predicted_log_probs,
+    scaled,
+)
 from slimectl.policies.pack_plan import PackPlan, Predictions
 
 Processor = Callable[[], ImageProcessor] | None
@@ -51,6 +58,10 @@ class Request:
     entropy: bool = False
     logits: bool = False
     divergence: Divergence | None = None
+    teacher: TeacherStates | None = None
+    """The teacher of a divergence over the full vocabulary."""
+    states: bool = False
+    """Compute only the hidden states [U, H], instead of log-probabilities."""
     top_k: int | None = None
     """Number of likeliest tokens that are computed in place of each token, and nothing else."""
 
@@ -87,6 +98,8 @@ class TrainedModel(nn.Module):
 
     def forward(self, batch: Any, request: Request) -> Outputs:
         """Return the role's outputs for the pack's response tokens, with what is requested."""
+        if request.states:
+            return Outputs(self.hidden(batch))
         return self.role(self, self.hidden(batch), batch, request)
 
     def log_probs(self, hidden_UH: Tensor, batch: Any, request: Request) -> Outputs:
@@ -98,7 +111,7 @@ class TrainedModel(nn.Module):
             return Outputs(*of_logits(logits_RV, batch.targets_R, entropy=request.entropy), None, logits_RV)
         if request.top_k is not None:
             return self._likeliest(hidden_UH, predictions, request.top_k)
-        options = HeadOptions(self.temperature, request.entropy, divergence=request.divergence)
+        options = HeadOptions(self.temperature, request.entropy, divergence=request.divergence, teacher=request.teacher)
         if self.causal.is_plain:
             weight_VH = self.hf.get_output_embeddings().weight
             head = predicted_log_probs(hidden_UH, weight_VH, predictions, options)

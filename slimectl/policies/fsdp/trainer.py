@@ -43,6 +43,7 @@ from slimectl.policies.fsdp.padded_model import padded_options, report_general_p
 from slimectl.policies.fsdp.routing_replay import ExpertReplay
 from slimectl.policies.fsdp.vision import tower_parameters
 from slimectl.policies.host_memory import HostMemory
+from slimectl.policies.lm_head import TeacherStates, check_same_vocabulary
 from slimectl.policies.lora import FOLDER, LoraOptions, base_of, read_adapter, write_adapter
 from slimectl.policies.metrics import merge_metrics, read_metrics
 from slimectl.policies.moments import moments_of
@@ -79,6 +80,7 @@ class FsdpTrainer:
         self.model = empty_model(self.model_dir, options.recompute)
         self.model.role, self.model.temperature = self.role, options.temperature
         hf: Any = self.model.hf
+        self.teacher: FsdpTrainer | None = None
         self.planning = options
         """Options with which packs are planned."""
         if self.model.obstacle:
@@ -124,6 +126,28 @@ class FsdpTrainer:
     def weight_version(self) -> str:
         return str(self.step)
 
+    def set_teacher(self, teacher: FsdpTrainer) -> None:
+        """Compare distributions over the full vocabulary with those of a frozen policy on the same ranks.
+
+        Raises SettingsError for a teacher with another vocabulary.
+        """
+        check_same_vocabulary(teacher.head_rows, self.head_rows)
+        self.teacher = teacher
+
+    @property
+    def head_rows(self) -> int:
+        """Number of tokens that the model predicts."""
+        return int(self.model.hf.get_output_embeddings().weight.shape[0])
+
+    def states(self, plan: PackPlan) -> TeacherStates:
+        """Return the final states of a pack, and the head, without gradients. It is valid until the next forward."""
+        self.memory.wake()
+        with torch.no_grad():
+            hidden_UH = self._forward(plan, Request(states=True)).values_R
+        # A forward without gradients leaves the root with its head gathered.
+        weight_VH, causal = self.model.hf.get_output_embeddings().weight.detach(), self.model.causal
+        return TeacherStates(hidden_UH, weight_VH, self.options.temperature, None if causal.is_plain else causal.logits)
+
     def _add_modules(self, hf: nn.Module) -> dict[str, Tensor]:
         """Add the modules of a subclass to the model, and return their full initial tensors by parameter name."""
         return {}
@@ -167,6 +191,8 @@ class FsdpTrainer:
             divergence=getattr(loss, "divergence", None),
         )
         for plan in self._plans(rows, for_loss=True):
+            if request.divergence is not None and self.teacher is not None:
+                request = dataclasses.replace(request, teacher=self.teacher.states(plan))
             outputs = self._forward(plan, request)
             if plan.rows:
                 value, metrics = loss(plan.token_batch(*outputs[:5]))
@@ -320,6 +346,8 @@ class FsdpTrainer:
         weights = [*self.masters.tensors.values(), *map(local_part, self.masters.parameters.values())]
         moments = [tensor for slots in self.optimizer.state.values() for tensor in slots.values()]
         self.memory.sleep([*moments, *(() if keep_weights else weights)], scratch=self.masters.gradient_sums)
+        if self.teacher is not None:
+            self.teacher.sleep(keep_weights=keep_weights)
 
     def _awake(self) -> AbstractContextManager[None]:
         """Put sleeping weights on the device within the block, which must only read them."""

@@ -6,6 +6,7 @@ T tokens of this context-parallel rank · H hidden width · R response tokens of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,21 @@ from torch import Tensor, nn
 from slimectl.algorithms.distillation import Divergence
 from slimectl.architectures.mapping import ParamMapping
 from slimectl.policies.checkpoint import VALUE_HEAD, check_value_head, new_trainer_folder, read_tensors, write_float32
-from slimectl.policies.lm_head import HeadOptions, of_logits
-from slimectl.policies.megatron.batch import MicroBatch
+from slimectl.policies.lm_head import HeadOptions, TeacherStates, check_same_vocabulary, of_logits
+from slimectl.policies.megatron.batch import MicroBatch, laid_out
 from slimectl.policies.megatron.head import (
     in_pack,
     response_log_probs,
     response_logits,
     response_top_log_probs,
     shard_of,
+    whole,
 )
 from slimectl.policies.megatron.master_weights import PARAM
 from slimectl.policies.megatron.model import PackedGPT
 from slimectl.policies.megatron.parameters import HEAD
 from slimectl.policies.megatron.trainer import MegatronTrainer
+from slimectl.policies.pack_plan import PackPlan
 from slimectl.protocols import NamedTensors, Weights
 from slimectl.system.model_files import trainer_folder
 from slimectl.types import Loss, Metrics, TopTokens, TrainingSample
@@ -38,6 +41,8 @@ from slimectl.types import Loss, Metrics, TopTokens, TrainingSample
 
 class MegatronPolicy(MegatronTrainer):
     """protocols.Policy on mcore's GPTModel."""
+
+    teacher: MegatronPolicy | None = None
 
     def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         def finish(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[int, list[float]]]:
@@ -69,6 +74,8 @@ class MegatronPolicy(MegatronTrainer):
                 logprobs_R, entropy_R = of_logits(logits_RV, batch.targets_R, entropy=loss.needs_entropy)
             else:
                 options = self._head_options(entropy=loss.needs_entropy, divergence=divergence)
+                if divergence is not None and self.teacher is not None:
+                    options = replace(options, teacher=self.teacher.states(batch.plan, self.row_multiple))
                 logprobs_R, entropy_R, divergence_R = response_log_probs(hidden, weight_VH, batch, options)
             predicted_R = self._predicted_values(batch, hidden)
             if not batch.plan.rows:
@@ -76,6 +83,30 @@ class MegatronPolicy(MegatronTrainer):
             return loss(batch.plan.token_batch(logprobs_R, entropy_R, predicted_R, logits_RV, divergence_R))
 
         return self.summed(rows, evaluate)
+
+    def set_teacher(self, teacher: MegatronPolicy) -> None:
+        """Compare distributions over the full vocabulary with those of a frozen policy on the same ranks.
+
+        Raises SettingsError for a teacher with another vocabulary.
+        """
+        check_same_vocabulary(teacher.architecture.vocab_size, self.architecture.vocab_size)
+        self.teacher = teacher
+
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        super().sleep(keep_weights=keep_weights)
+        if self.teacher is not None:
+            self.teacher.sleep(keep_weights=keep_weights)
+
+    def states(self, plan: PackPlan, multiple: int) -> TeacherStates:
+        """Return the final states of a pack, laid out as the policy's in `multiple` tokens, and this rank's head."""
+        [chunk] = self.chunks
+        chunk.eval()
+        rank = parallel_state.get_context_parallel_rank()
+        batch = laid_out(plan, self.layout, rank=rank, device=self.device, multiple=multiple)
+        self.memory.wake()
+        with torch.no_grad():
+            hidden_UH = whole(chunk(batch.tokens_T, batch.sequences))[batch.predictions.sources_U]
+        return TeacherStates(hidden_UH, self.last.output_weight.detach(), self.options.temperature)
 
     def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
         return consumer(self.weights())

@@ -37,7 +37,8 @@ def reference(settings: Settings, start: Path, *, executor: Executor | None = No
 def teacher(settings: Settings, start: Path, *, executor: Executor | None = None) -> LogProbModel | None:
     """Build the frozen teacher of on-policy distillation, which shares the vocabulary of the model at `start`.
 
-    Raises SettingsError for distillation without a teacher or with a teacher of another vocabulary. Raises BackendError
+    Returns None without distillation, and for a teacher that the policy's ranks hold, which is only checked. Raises
+    SettingsError for distillation without a teacher or with a teacher of another vocabulary. Raises BackendError
     if a teacher server does not answer.
     """
     options = settings.algorithm.teacher_options
@@ -58,6 +59,8 @@ def teacher(settings: Settings, start: Path, *, executor: Executor | None = None
             f"algorithm.opd_teacher_load: {folder} has another vocabulary than {start}. Use a teacher with the same "
             "vocabulary."
         )
+    if options.in_trainer:
+        return None  # the policy's ranks hold it
     return frozen(settings, folder, "teacher", executor=executor)
 
 

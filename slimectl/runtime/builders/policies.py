@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimectl.architectures import cards
 from slimectl.architectures.config import with_defaults
-from slimectl.errors import SlimectlError
+from slimectl.errors import SettingsError, SlimectlError
 from slimectl.hooks import TRAINING_HOOKS, check_hooks
 from slimectl.protocols import NO_PROGRESS, Progress
 from slimectl.runtime.builders.models import device, is_gguf, model_folder
@@ -101,7 +101,13 @@ def check_policy(settings: Settings) -> None:
     for key in ("ref_load", "critic_load"):
         if options.get(key):
             model_folder(options[key], setting=f"algorithm.{key}")
-    policy_backend(settings.train).check(settings)
+    teacher, trainers = settings.algorithm.teacher_options, policy_backend(settings.train)
+    if teacher is not None and teacher.in_trainer and not trainers.holds_teachers:
+        raise SettingsError(
+            f'algorithm.opd_divergence: train.backend "{settings.train.backend}" does not compare distributions over '
+            "the full vocabulary. Set algorithm.opd_top_k."
+        )
+    trainers.check(settings)
 
 
 def check_training(settings: Settings) -> str:
@@ -148,7 +154,12 @@ def _build(
     critic = settings.algorithm.critic_options
     if role == "policy" and critic is not None and critic.shared:
         role = "actor_critic"
-    return policy_backend(settings.train).build(settings, folder, role, options, checkpoint or ModelCheckpoint())
+    trainers, teacher = policy_backend(settings.train), settings.algorithm.teacher_options
+    built = trainers.build(settings, folder, role, options, checkpoint or ModelCheckpoint())
+    if role in ("policy", "actor_critic") and teacher is not None and teacher.in_trainer:
+        teacher_folder = model_folder(teacher.load, setting="algorithm.opd_teacher_load")
+        built.set_teacher(_build(settings, teacher_folder, "teacher", None, 0.0, checkpoint))
+    return built
 
 
 def _options(settings: Settings, folder: Path, role: Role, total_steps: int | None, lr: float | None) -> TrainerOptions:

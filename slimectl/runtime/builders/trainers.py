@@ -52,6 +52,9 @@ class PolicyBackend:
     streams_adapters: ClassVar[bool] = False
     """Whether its policies implement AdapterPolicy of slimectl/protocols.py when they train adapters."""
 
+    holds_teachers: ClassVar[bool] = False
+    """Whether its policies have a method `set_teacher`, for distillation over the full vocabulary."""
+
     def check(self, settings: Settings) -> None:
         """Check that it is installed and supports the model, before anything is built.
 
@@ -84,7 +87,7 @@ class PolicyBackend:
 class FsdpBackend(PolicyBackend):
     """The Hugging Face module, in one process or sharded by FSDP2."""
 
-    streams_adapters = True
+    streams_adapters = holds_teachers = True
 
     def check_training(self, settings: Settings, folder: Path, options: TrainerOptions) -> str:
         from slimectl.policies.fsdp.padded_model import path_of
@@ -133,7 +136,7 @@ def _check_save_format(megatron: MegatronSettings, dense: int | None) -> None:
 class MegatronBackend(PolicyBackend):
     """Megatron-core, configured in [megatron]."""
 
-    streams_adapters = True
+    streams_adapters = holds_teachers = True
 
     def check(self, settings: Settings) -> None:
         if find_spec("megatron") is None:

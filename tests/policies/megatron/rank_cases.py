@@ -21,7 +21,7 @@ from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.options import MegatronOptions, TrainerOptions
 from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.protocols import Adapter
-from slimectl.types import Loss, Metrics, TrainingSample
+from slimectl.types import Loss, Metrics, TopTokens, TrainingSample
 
 STEADY = OptimizerOptions(lr=1e-3, eps=1e-3, weight_decay=0.1)
 """Large steps, of which each gradient decides its own part: with Adam's usual eps the rounding of gradients near zero
@@ -78,6 +78,9 @@ class Rebuilt:
 
     def log_probs(self, rows: Sequence[TrainingSample]) -> list[list[float]]:
         return self.policy.log_probs(rows)
+
+    def top_log_probs(self, rows: Sequence[TrainingSample], k: int) -> list[list[TopTokens]]:
+        return self.policy.top_log_probs(rows, k)
 
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
         return self.policy.forward_backward(rows, loss)
