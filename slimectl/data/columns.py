@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slimectl.chats.messages import content_text, from_json
@@ -77,6 +77,10 @@ class PromptOptions:
     weights: Sequence[float] | None = None
     """One per source: each prompt comes from a source drawn by weight with `mix_seed`. Every source repeats its rows
     endlessly. An epoch has as many prompts as all sources have rows."""
+    domain_weights: Mapping[str, float] = field(default_factory=dict)
+    """Weight of each domain: each prompt comes from a domain drawn like a source of `weights`. Rows of other domains
+    are left out."""
+    domain_key: str = "domain"
     mix_seed: int = 0
     epochs: int | None = 1
     """None: endlessly."""

@@ -178,6 +178,10 @@ def _rounds() -> Definitions:
             "Share of samples excluded by algorithm.max_len_mask, difficulty_mask and error_max_len_threshold",
         ),
         "no_signal": ("", "1 in a round without a learning signal: all rewards equal, or equal within every group"),
+        "pool/{easy,normal,hard,retired}": (
+            "prompts",
+            "Answered prompts by difficulty, with rollout.easy_threshold, hard_threshold or retire_after",
+        ),
         "waiting_groups": ("groups", "Groups kept for the next round: finished surplus, or interrupted"),
         "continued_samples": (
             "samples",

@@ -1,4 +1,4 @@
-"""Opens prompt sources: reads rows as prompts, mixes sources by weight, repeats and shuffles epochs."""
+"""Opens prompt sources: reads rows as prompts, mixes sources and domains by weight, repeats and shuffles epochs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from typing import Any, TypeVar
 from slimectl.chats.messages import from_json
 from slimectl.data.checks import Check, a_chat, a_label, a_mapping, shown
 from slimectl.data.columns import Columns, PromptOptions, column, image_column, read_columns, warn_of_media
+from slimectl.data.difficulty_pools import DifficultyPools
 from slimectl.data.json_values import jsonable
 from slimectl.data.prompt_images import folder_of, has_places, place_images, refuse_other_media
 from slimectl.data.records import RECORD_VERSION
 from slimectl.data.sources import open_table
-from slimectl.data.tables import Row, Table
+from slimectl.data.tables import Row, Selected, Table
 from slimectl.errors import RecordError, SettingsError
+from slimectl.system.stdio import logger
 from slimectl.types import ImageSource, Label, Prompt, Sample
 
 Item = TypeVar("Item")
@@ -67,6 +69,38 @@ def shuffled_order(size: int, seed: int | str, epoch: int) -> array[int]:
     order = array("Q", range(size))
     random.Random(f"{seed}:{epoch}").shuffle(order)
     return order
+
+
+def domain_tables(table: Table, options: PromptOptions) -> list[Table]:
+    """Return the rows of each domain in `options.domain_weights`, as a table. Reads every row once.
+
+    Raises SettingsError for a domain without rows, RecordError for a row that cannot be read.
+    """
+    numbers = {domain: array("Q") for domain in options.domain_weights}
+    others: Counter[str] = Counter()
+    for number, (location, value) in enumerate(table.scan()):
+        if isinstance(value, Prompt):
+            row, metadata = value.extra, value.metadata
+        else:
+            row = value if isinstance(value, dict) else {}
+            metadata = _checked(location, options.metadata_key, column(row, options.metadata_key), _metadata)
+        domain = column(row, options.domain_key)
+        domain = str(column(metadata, options.domain_key) if domain is None else domain)
+        if domain in numbers:
+            numbers[domain].append(number)
+        else:
+            others[domain] += 1
+    for domain, rows in numbers.items():
+        if not rows:
+            found = ", ".join(sorted({*others, *(name for name, some in numbers.items() if some)})[:8])
+            raise SettingsError(
+                f"rollout.domain_weights: no row has the domain {domain} in {options.domain_key!r}, only: {found}. Set "
+                f"rollout.domain_key to the column of the domain, or drop the weight."
+            )
+    if others:
+        names = ", ".join(sorted(others)[:8])
+        logger.warning(f"rollout.domain_weights: {others.total()} rows of other domains are left out ({names})")
+    return [Selected(table, rows) for rows in numbers.values()]
 
 
 SAMPLE_FIELDS = frozenset([*(field.name for field in fields(Sample)), RECORD_VERSION])
@@ -119,17 +153,35 @@ def ordered_rows(
     With `keep_errors`, the value of a row that cannot be read is its RecordError.
     """
     epochs, seed = options.epochs, options.shuffle_seed
-    if not options.weights:
+    weights: Sequence[float] = list(options.domain_weights.values()) or options.weights or ()
+    if not weights:
         table = open_table(sources, replay=epochs != 1 or seed is not None or keep_errors, named=options.named)
         return _rows(table, epochs, seed, options.start, keep_errors)
-    check_weights(options.weights, sources)
-    tables = [open_table([source], replay=True, named=options.named) for source in sources]
+    tables: list[Table]
+    if options.domain_weights:
+        tables = domain_tables(open_table(sources, replay=True, named=options.named), options)
+    else:
+        check_weights(weights, sources)
+        tables = [open_table([source], replay=True, named=options.named) for source in sources]
     seeds = [None if seed is None else f"{seed}:{i}" for i in range(len(tables))]
     readers = [
         partial(_rows, table, None, seed, keep_errors=keep_errors) for table, seed in zip(tables, seeds, strict=True)
     ]
     total = None if epochs is None else epochs * sum(map(_size, tables))
-    return mixed(readers, options.weights, seed=options.mix_seed, start=options.start, total=total)
+    return mixed(readers, weights, seed=options.mix_seed, start=options.start, total=total)
+
+
+def pooled_prompts(sources: Sequence[str], options: PromptOptions, pools: DifficultyPools) -> Iterator[Prompt]:
+    """Yield the prompts that `pools` draws from the rows of all sources, numbered from `options.start`."""
+    table = open_table(sources, replay=True, named=options.named)
+    size = _size(table)
+    order = range(size) if options.shuffle_seed is None else shuffled_order(size, options.shuffle_seed, 0)
+    for number in count(options.start) if options.epochs is None else range(options.start, options.epochs * size):
+        row = pools.draw(number, order)
+        if row is None:
+            logger.warning("rollout.retire_after: every prompt is solved, so no more rounds are sampled")
+            return
+        yield prompt_of(table[row], number, options)
 
 
 def _rows(

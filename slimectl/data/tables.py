@@ -175,5 +175,21 @@ class Chained:
         raise IndexError(i)
 
 
+class Selected:
+    """Rows of another table by their numbers."""
+
+    def __init__(self, table: Table, numbers: Sequence[int]) -> None:
+        self._table, self._numbers = table, numbers
+
+    def scan(self, start: int = 0) -> Iterator[Row]:
+        return (self[i] for i in range(start, len(self)))
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, i: int) -> Row:
+        return self._table[self._numbers[i]]
+
+
 def _no_rows(name: str) -> SettingsError:
     return SettingsError(f"{name}: no rows. Give a file or a slice that has some.")

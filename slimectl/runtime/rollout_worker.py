@@ -65,8 +65,12 @@ class RolloutWorker:
         if self.source is not None:
             last = None if epochs is None else epochs * source_length(self.source)
             return UserDataSource(self.source, self.generator, state, max_groups=last)
+        count = None if any(map(is_pipe, data)) else self._count
+        if self.settings.rollout.uses_pools:
+            prompts, pools = builders.pooled_prompts(self.settings, state, epochs=epochs)
+            return PromptSource(prompts, self.generator, state, count=count, pools=pools)
         prompts = builders.prompts(self.settings, data, epochs=epochs, start=state.position)
-        return PromptSource(prompts, self.generator, state, count=None if any(map(is_pipe, data)) else self._count)
+        return PromptSource(prompts, self.generator, state, count=count)
 
     def _separate(self, rounds: Iterator[RolloutBatch]) -> Iterator[RolloutBatch]:
         """Yield the rounds, each without cached prefixes of the previous one."""

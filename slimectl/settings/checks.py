@@ -88,6 +88,7 @@ def conflicts(settings: Settings) -> Iterator[str]:
             "run.max_staleness."
         )
     yield from _buffer_contradictions(run, rollout)
+    yield from _order_contradictions(rollout)
     if train.balance_by_flops and not (train.use_dynamic_batch_size and train.balance_data):
         lacking = "balance_data" if train.use_dynamic_batch_size else "use_dynamic_batch_size"
         yield f"train.balance_by_flops needs train.{lacking} = true. Set it, or drop train.balance_by_flops."
@@ -245,6 +246,32 @@ def _buffer_contradictions(run: RunSettings, rollout: RolloutSettings) -> Iterat
         yield (
             f"rollout.over_sampling_batch_size and run.async_level: {run.async_level} cannot be combined: later "
             f"rounds are already in progress. Drop one."
+        )
+
+
+def _order_contradictions(rollout: RolloutSettings) -> Iterator[str]:
+    """Yield conflicts between settings that decide which prompt comes next."""
+    orders = {
+        "rollout.data_weights": rollout.data_weights,
+        "rollout.domain_weights": rollout.domain_weights,
+        "rollout.easy_threshold, hard_threshold or retire_after": rollout.uses_pools,
+        "rollout.data_source_path": rollout.data_source_path,
+    }
+    chosen = [name for name, value in orders.items() if value]
+    if len(chosen) > 1:
+        yield f"{chosen[0]} and {chosen[1]} cannot be combined: both decide which prompt comes next. Drop one."
+    if rollout.uses_pools and rollout.function_path:
+        yield (
+            "rollout.function_path and rollout.easy_threshold, hard_threshold or retire_after cannot be combined: "
+            "pools need the loop over prompts. Drop one."
+        )
+    low, high = rollout.hard_threshold, rollout.easy_threshold
+    if low is not None and high is not None and low >= high:
+        yield f"rollout.hard_threshold: {low:g} is not below rollout.easy_threshold: {high:g}. Swap them."
+    if rollout.uses_pools and rollout.easy_fraction + rollout.hard_fraction > 1:
+        yield (
+            f"rollout.easy_fraction: {rollout.easy_fraction:g} and rollout.hard_fraction: {rollout.hard_fraction:g} "
+            f"are more than 1 together. Lower one."
         )
 
 

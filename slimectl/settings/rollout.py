@@ -22,6 +22,29 @@ class RolloutSettings(Section):
     data_weights: list[Annotated[float, Field(gt=0)]] = []
     """Sampling weight of each source in `data`. Empty: one source after another."""
 
+    domain_weights: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Sampling weight of each domain, e.g. {math = 0.6, code = 0.4}. Rows of other domains are left out. Empty: rows in
+    their order."""
+
+    domain_key: str = "domain"
+    """Column, or key in the metadata, that names the domain of a row."""
+
+    easy_threshold: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Difficulty pools of a run: a prompt is easy if at least this share of its last responses succeeded
+    (eval.success_threshold). Default: none is easy."""
+
+    hard_threshold: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """A prompt is hard if at most this share of its last responses succeeded. Default: none is hard."""
+
+    easy_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of prompts that are drawn from the easy ones."""
+
+    hard_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of prompts that are drawn from the hard ones. All others are new, or neither easy nor hard."""
+
+    retire_after: PositiveInt | None = None
+    """Stop drawing a prompt when all its responses succeeded this many times in a row. Default: never."""
+
     input_key: str = "prompt"
     """Column of the prompt: a string, or a chat as a list of {role, content}. A dotted key is a path into objects. If a
     row has no `prompt`, the columns of other published formats are recognized (docs/reference/prompts.md)."""
@@ -213,6 +236,11 @@ class RolloutSettings(Section):
         """Penalties that have an effect."""
         neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         return {name: value for name, off in neutral.items() if (value := getattr(self, name)) != off}
+
+    @property
+    def uses_pools(self) -> bool:
+        """Whether prompts are drawn by their difficulty."""
+        return any(value is not None for value in (self.easy_threshold, self.hard_threshold, self.retire_after))
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

@@ -165,7 +165,7 @@ class GroupGenerator:
         longest = self.context if self.evaluation else self.context or self.settings.max_prompt_len
         if longest is None and self.vocabulary is None:
             return iter(prompts)
-        mixed = bool(self.settings.data_weights)
+        mixed = bool(self.settings.data_weights or self.settings.domain_weights or self.settings.uses_pools)
         return drop_long(
             prompts, lambda prompt: prompt, self.excess, lambda prompt: self.on_skipped(prompt), mixed=mixed
         )

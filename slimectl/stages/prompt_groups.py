@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from slimectl.data.difficulty_pools import DifficultyPools
 from slimectl.data.json_values import kind_of, plain_sample, plain_value
 from slimectl.data.prompt_dataset import restored
 from slimectl.errors import HookError
@@ -33,17 +34,22 @@ class PromptSource:
         state: SamplerState | None = None,
         *,
         count: Callable[[], int] | None = None,
+        pools: DifficultyPools | None = None,
     ) -> None:
-        """`count` returns the number of prompts per epoch, and is called on demand."""
+        """`count` returns the number of prompts per epoch, and is called on demand. `pools` draws the prompts."""
         self.generator, self.state = generator, state or SamplerState()
-        self._prompts, self._count = generator.fitting(prompts), count
+        self._prompts, self._count, self._pools = generator.fitting(prompts), count, pools
+        self._next = self.state.position
 
     def next_group(self) -> Group | None:
         """Return the samples of the next prompt, ready to be generated, or None at the end."""
         prompt = next(self._prompts, None)
         if prompt is None:
             return None
-        self.state.position = prompt.index + 1
+        if self._pools is not None:
+            for number in range(self._next, prompt.index):  # the prompts that do not fit
+                self._pools.skip(number)
+        self._next = self.state.position = prompt.index + 1
         return self.generator.new_group(prompt)
 
     def get_samples(self, n: int) -> list[Group]:
@@ -61,8 +67,19 @@ class PromptSource:
         prompts = list(self._prompts)
         self._prompts, self._count = iter(prompts), lambda: len(prompts)
 
+    def add_results(self, group: Group, successes: Sequence[bool]) -> None:
+        """Tell the pools which responses of a graded group succeeded."""
+        if self._pools is not None:
+            self._pools.record(group[0].group_index, successes)
+
+    def pool_counts(self) -> dict[str, int]:
+        """Return the number of prompts in each pool, or nothing without pools."""
+        return {} if self._pools is None else self._pools.counts()
+
     def save(self, rollout_id: int) -> None:
-        """Do nothing, because a run saves position and buffer itself."""
+        """Store the state of the pools. A run saves position and buffer itself."""
+        if self._pools is not None:
+            self.state.source = self._pools.to_json()
 
     def load(self, rollout_id: int, state: Any = None) -> None:
         """Do nothing, because a run restores position and buffer itself."""
@@ -101,6 +118,12 @@ class UserDataSource:
 
     def __len__(self) -> int:
         return source_length(self._source)
+
+    def add_results(self, group: Group, successes: Sequence[bool]) -> None:
+        """Do nothing: a user's source decides by itself what comes next."""
+
+    def pool_counts(self) -> dict[str, int]:
+        return {}
 
     def get_samples(self, n: int) -> list[Group]:
         groups: list[Group] = []

@@ -18,10 +18,10 @@ from slimectl.stages.generation import UNFINISHED
 from slimectl.stages.in_flight import Group, InFlightGroups
 from slimectl.stages.rollout import most_in_flight
 from slimectl.stages.round_timer import Clock, RoundTimer
-from slimectl.stages.score import report_grading, score
+from slimectl.stages.score import report_grading, reward_number, score
 from slimectl.stages.whole_rounds import GroupSource, whole_rounds
 from slimectl.system.stdio import quantity
-from slimectl.types import Metrics, Prompt, RolloutBatch, Sample
+from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, Status
 
 MAX_DROPPED_ROUNDS = 64
 """Number of dropped groups, in multiples of the round size, after which the filter counts as unsatisfiable."""
@@ -109,6 +109,8 @@ class RoundScheduler:
         samples = list(self._score(self._stream_round())) if plain else self._fill_round()
         if samples:
             groups = [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
+            for group in groups if plain else ():
+                self._add_results(group)
             self._hooks.on_round(groups if plain else list(self._sampled_groups), self.source)
             self.state.rounds += 1
             self.source.save(self.state.rounds)
@@ -120,6 +122,7 @@ class RoundScheduler:
     def _count_metrics(self) -> Metrics:
         """Return counts of dropped groups and prompts, buffered groups and resumed samples."""
         counts = {f"dynamic_filter/drop_{reason}": count for reason, count in sorted(self._drops.items())}
+        counts |= {f"pool/{name}": count for name, count in self.source.pool_counts().items()}
         if self._too_long:
             counts["prompts_too_long"] = self._too_long
         if self._partial or self._oversampling_size > self._size:
@@ -184,7 +187,16 @@ class RoundScheduler:
 
     def graded(self, group: Group) -> Group:
         """Return the group with its rewards. A group from a buffer or the user's source may already have them."""
-        return group if _is_done(group) else list(self._score(group))
+        if not _is_done(group):
+            group = list(self._score(group))
+            self._add_results(group)
+        return group
+
+    def _add_results(self, group: Group) -> None:
+        """Tell the source which responses of a graded group succeeded. Failed and ungraded ones tell nothing."""
+        key, threshold = self._settings.score.reward_key, self._settings.eval.success_threshold
+        graded = [s for s in group if s.status is not Status.FAILED and not s.has_no_reward]
+        self.source.add_results(group, [reward_number(sample, key) >= threshold for sample in graded])
 
     def _passes_filter(self, group: Group, collected: int) -> bool:
         self._sampled_groups.append(group)

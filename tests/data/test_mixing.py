@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from workshop import Workshop
 
 from slimectl.data.columns import PromptOptions
 from slimectl.data.prompts import open_prompts
+from slimectl.errors import SettingsError
 
 
 @pytest.fixture
@@ -68,3 +70,43 @@ def test_weights_are_settings_and_one_is_wanted_for_each_source(workshop: Worksh
     assert workshop.stderr == (
         "slimectl: rollout.data_weights: 1 weights for 2 sources of rollout.data. Give one weight per source.\n"
     )
+
+
+@pytest.fixture
+def domains(tmp_path: Path) -> list[str]:
+    """Two files of rows of three domains, as a column, in the metadata, or absent."""
+    rows = [
+        {"prompt": "m0", "domain": "math"},
+        {"prompt": "c0", "metadata": {"domain": "code"}},
+        {"prompt": "x0"},
+        {"prompt": "m1", "domain": "math"},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[2:]))
+    return [str(tmp_path / "*.jsonl")]
+
+
+def mixed_domains(sources: list[str], count: int, **options) -> list[str]:
+    chosen = PromptOptions(domain_weights={"math": 3.0, "code": 1.0}, epochs=None, **options)
+    return [str(prompt.text) for prompt in itertools.islice(open_prompts(sources, chosen), count)]
+
+
+def test_domains_come_in_proportion_and_each_in_its_own_order(domains: list[str]):
+    texts = mixed_domains(domains, 400)
+    own = [text for text in texts if text[0] == "m"]
+    assert own == [f"m{i % 2}" for i in range(len(own))]
+    assert set(texts) == {"m0", "m1", "c0"}
+    assert abs(len(own) - 300) < 4 * math.sqrt(400 * 3 / 4 / 4)
+    for start in (1, 9, 57):
+        assert mixed_domains(domains, 60 - start, start=start) == texts[start:60]
+
+
+def test_an_epoch_of_domains_is_as_many_prompts_as_they_have_rows(domains: list[str]):
+    options = PromptOptions(domain_weights={"math": 1.0, "code": 1.0}, epochs=2)
+    assert len(list(open_prompts(domains, options))) == 6
+
+
+def test_a_domain_without_rows_is_refused(domains: list[str]):
+    options = PromptOptions(domain_weights={"math": 1.0, "logic": 1.0})
+    with pytest.raises(SettingsError, match="no row has the domain logic in 'domain', only: None, code, math"):
+        next(open_prompts(domains, options))

@@ -65,6 +65,7 @@ def elsewhere(test: str, word: str = "") -> Row:
 
 
 MEANS_THE_SAME = "weight_sync/test_delta_files.py::test_every_value_of_the_settings_is_accepted"
+POOLS = "data/test_difficulty_pools.py::"
 HOOKS = "hooks/test_examples.py::test_what_a_hook_changes_in_a_run"
 NO_GPU = "device: cuda is requested, but torch sees no GPU"
 SERVERS = {"engine__num_engines": 2}
@@ -146,6 +147,14 @@ ROWS: dict[str, Row] = {
     "vllm.python": refused(installed, "/no/such/python", "/no/such/python", engine__backend="vllm"),
     "vllm.args": see(served, {"max_num_seqs": 3}, engine__backend="vllm"),
     "rollout.data": see(read, ["{folder}/prompts.jsonl@[1:2]"], **DATA),
+    "rollout.domain_weights": see(read, {"even": 1.0}, **DATA, rollout__domain_key="kind"),
+    "rollout.domain_key": unlocks(read, "kind", "no row has the domain even", **DATA,
+                                  rollout__domain_weights={"even": 1.0}),
+    "rollout.easy_threshold": elsewhere(POOLS),
+    "rollout.hard_threshold": elsewhere(POOLS),
+    "rollout.easy_fraction": elsewhere(POOLS),
+    "rollout.hard_fraction": elsewhere(POOLS),
+    "rollout.retire_after": elsewhere(POOLS),
     "rollout.data_weights": see(read, [1.0, 3.0], rollout__data=["{folder}/prompts.jsonl", "{folder}/other.jsonl"]),
     "rollout.input_key": see(read, "label", **DATA),
     "rollout.label_key": see(read, "kind", **DATA),

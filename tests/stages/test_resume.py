@@ -22,10 +22,19 @@ KILLS_AT_BYTES = (0, 1, 900, 2000, 3500, 5000)
 """Sizes of metrics.jsonl at which the run is killed: before the first line, and somewhere in each later round."""
 
 
+SHAPED = ("-s", "algorithm.norm_mean_type=running", "-s", "algorithm.norm_std_type=running", "-s", "train.ppo_epochs=2",
+          "-s", "rollout.easy_threshold=0.5", "-s", "rollout.retire_after=2", "-s", "rollout.shuffle=true")  # fmt: skip
+"""Settings with a state of their own: running moments, later epochs, and difficulty pools."""
+
+
 @pytest.mark.parametrize(
     ("options", "files", "kills_at"),
     [
-        (("--backend", "fsdp"), ("policy/model.safetensors", "trainer/policy/optimizer.safetensors"), KILLS_AT_BYTES),
+        (
+            ("--backend", "fsdp", *SHAPED),
+            ("policy/model.safetensors", "trainer/policy/optimizer.safetensors"),
+            KILLS_AT_BYTES,
+        ),
         (
             ("--backend", "megatron", "-s", "megatron.save_format=torch_dist"),
             ("policy/__0_0.distcp", "policy/__0_1.distcp"),

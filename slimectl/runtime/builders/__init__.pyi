@@ -15,6 +15,7 @@ from slimectl.runtime.builders.data import dataset as dataset
 from slimectl.runtime.builders.data import generator as generator
 from slimectl.runtime.builders.data import has_plain_rows as has_plain_rows
 from slimectl.runtime.builders.data import hook_settings as hook_settings
+from slimectl.runtime.builders.data import pooled_prompts as pooled_prompts
 from slimectl.runtime.builders.data import prompts as prompts
 from slimectl.runtime.builders.data import reward as reward
 from slimectl.runtime.builders.data import shard_prompts as shard_prompts

@@ -15,7 +15,7 @@ from slimectl.hooks import FlatSettings, hook
 from slimectl.runtime.builders.models import model_folder, reads_images
 from slimectl.settings import Settings
 from slimectl.stages.score import Grader
-from slimectl.types import Prompt, Sample
+from slimectl.types import Prompt, Sample, SamplerState
 
 ROWS_WITH_IMAGES = 10_000
 """Rows of a source that are searched for images before servers start."""
@@ -23,6 +23,7 @@ ROWS_WITH_IMAGES = 10_000
 if TYPE_CHECKING:
     from slimectl.agents.environments.episode import Specification
     from slimectl.data.columns import PromptOptions
+    from slimectl.data.difficulty_pools import DifficultyPools
     from slimectl.data.tables import Table
     from slimectl.protocols import Agent, Engine
     from slimectl.settings.evaluate import EvalSettings
@@ -54,16 +55,33 @@ def prompts(
     return open_prompts(sources, options if shuffle else replace(options, shuffle_seed=None))
 
 
+def pooled_prompts(
+    settings: Settings, state: SamplerState, *, epochs: int | None
+) -> tuple[Iterator[Prompt], DifficultyPools]:
+    """Return the prompts of rollout.data that difficulty pools draw after `state`, and these pools."""
+    from slimectl.data.difficulty_pools import DifficultyPools, PoolOptions
+    from slimectl.data.prompts import pooled_prompts
+
+    rollout = settings.rollout
+    keys = ("easy_threshold", "hard_threshold", "easy_fraction", "hard_fraction", "retire_after", "seed")
+    options = PoolOptions(**{key: getattr(rollout, key) for key in keys})
+    pools = DifficultyPools(options, state.source, position=state.position)
+    reading = prompt_options(settings, list(rollout.data), epochs=epochs, start=state.position)
+    return pooled_prompts(list(rollout.data), reading, pools), pools
+
+
 def prompt_options(settings: Settings, sources: Sequence[str], **reading: Any) -> PromptOptions:
     """Return how the settings read the rows of `sources`. `reading` has further options."""
     from slimectl.data.columns import PromptOptions
 
-    rollout = settings.rollout
+    rollout, trains = settings.rollout, list(sources) == list(settings.rollout.data)
     return PromptOptions(
         **{key: getattr(rollout, key) for key in ("input_key", "label_key", "metadata_key", "tool_key", "image_key")},
         reads_images=reads_images(settings.model),
         shuffle_seed=rollout.seed if rollout.shuffle else None,
-        weights=rollout.data_weights if list(sources) == list(rollout.data) else None,
+        weights=rollout.data_weights if trains else None,
+        domain_weights=rollout.domain_weights if trains else {},
+        domain_key=rollout.domain_key,
         mix_seed=rollout.seed,
         named=EnvironmentTables(rollout),
         **reading,
