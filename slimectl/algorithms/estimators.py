@@ -109,10 +109,17 @@ def estimate_advantages(
     teacher = algorithm.teacher_options
     if teacher is not None and teacher.divergence == "token":
         divergences = [
-            _divergence(row, sample.teacher_log_probs)
+            torch.zeros_like(mask_of(row)) if sample.teacher_log_probs is None
+            else _divergence(row, sample.teacher_log_probs)
             for row, sample in zip(batch.rows, batch.row_samples, strict=True)
-        ]
-        values = torch.cat([kl_T[mask_of(row) != 0] for kl_T, row in zip(divergences, batch.rows, strict=True)])
+        ]  # fmt: skip
+        taught = [row.teacher_weight > 0 for row in batch.rows]
+        values = torch.cat(
+            [
+                kl_T[(mask_of(row) != 0) & is_taught]
+                for kl_T, row, is_taught in zip(divergences, batch.rows, taught, strict=True)
+            ]
+        )
         metrics["train/opd_reverse_kl"] = float(values.mean()) if len(values) else 0.0
         pairs = zip(advantages, divergences, strict=True)
         weights = [teacher.kl_coef * row.teacher_weight for row in batch.rows]

@@ -120,7 +120,8 @@ class PlanOptions:
     ] = False
     reference: Annotated[bool, option("--reference", "Add a frozen reference model", OTHER_MODELS)] = False
     teacher: Annotated[
-        str | None, option("--teacher", "Add a frozen teacher model: a card or a directory", OTHER_MODELS)
+        list[str] | None,
+        option("--teacher", "Add a frozen teacher model: a card or a directory. Repeatable", OTHER_MODELS),
     ] = None
     simulate: Annotated[
         bool,
@@ -206,7 +207,7 @@ def _of_options(options: PlanOptions) -> PlannedRun:
         lora_targets=targets,
         critic=options.critic,
         reference=options.reference,
-        teacher=_teacher(options.teacher) if options.teacher else None,
+        teachers=[_teacher(name) for name in options.teacher or ()],
         adapts_experts=options.backend == "megatron",
         freeze_vision_tower=not options.train_vision_tower,
     )

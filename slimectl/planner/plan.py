@@ -85,11 +85,11 @@ def model_of(
     lora_targets: Sequence[str] = (),
     critic: bool = False,
     reference: bool = False,
-    teacher: PlannedModel | None = None,
+    teachers: Sequence[PlannedModel] = (),
     adapts_experts: bool = True,
     freeze_vision_tower: bool = True,
 ) -> PlannedModel:
-    """Build the model from the complete configuration of the policy, and the model of a teacher.
+    """Build the model from the complete configuration of the policy, and the models of teachers.
 
     Adapters exclude experts unless `adapts_experts`, because the fsdp policy has them in fused parameters. A vision
     tower is part of the model if the family reads images.
@@ -105,7 +105,7 @@ def model_of(
     adapted = [link for link in links if adapts_experts or link.expert is None]
     adapters = adapter_parts(adapted, lora_rank, lora_targets) if lora_rank else []
     policy = PlannedModel(architecture, parts, adapters)
-    return _with_others(policy, critic=critic, reference=reference, teacher=teacher)
+    return _with_others(policy, critic=critic, reference=reference, teachers=teachers)
 
 
 def any_model_of(
@@ -114,7 +114,7 @@ def any_model_of(
     fsdp: bool = False,
     lora_rank: int | None = None,
     lora_targets: Sequence[str] = (),
-    teacher: Config | None = None,
+    teachers: Sequence[Config] = (),
     **options: Any,
 ) -> PlannedModel:
     """Build the model as `model_of` does, also for a family that only transformers knows.
@@ -122,25 +122,26 @@ def any_model_of(
     With `fsdp`, layers of a known family that the formulas of this backend do not cover are also approximated.
     `options` are model_of's. Raises CheckpointError, SettingsError.
     """
-    standing = None if teacher is None else any_model_of(teacher, fsdp=fsdp)
+    standing = [any_model_of(teacher, fsdp=fsdp) for teacher in teachers]
     if _has_formulas(language_model(config), fsdp=fsdp):
-        return model_of(config, lora_rank=lora_rank, lora_targets=lora_targets, teacher=standing, **options)
+        return model_of(config, lora_rank=lora_rank, lora_targets=lora_targets, teachers=standing, **options)
     module = ModuleModel(config)
     parts = module.parts()
     adapters = module.adapters(lora_rank, lora_targets) if lora_rank else []
     policy = PlannedModel(module.architecture(parts), parts, adapters, approximate=str(config.get("model_type")))
     critic, reference = options.get("critic", False), options.get("reference", False)
-    return _with_others(policy, critic=critic, reference=reference, teacher=standing)
+    return _with_others(policy, critic=critic, reference=reference, teachers=standing)
 
 
-def _with_others(policy: PlannedModel, *, critic: bool, reference: bool, teacher: PlannedModel | None) -> PlannedModel:
+def _with_others(
+    policy: PlannedModel, *, critic: bool, reference: bool, teachers: Sequence[PlannedModel]
+) -> PlannedModel:
     """Add the other models of a run to a policy."""
     architecture, parts = policy.architecture, policy.parts
     others = [critic_of(architecture, parts, policy.adapters)] if critic else []
     if reference:
         others.append(ResidentModel("reference", architecture, parts))
-    if teacher is not None:
-        others.append(ResidentModel("teacher", teacher.architecture, teacher.parts))
+    others += [ResidentModel("teacher", teacher.architecture, teacher.parts) for teacher in teachers]
     return replace(policy, other_models=others)
 
 

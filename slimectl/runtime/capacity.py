@@ -190,10 +190,13 @@ def _model_of(settings: Settings) -> PlannedModel | None:
 
 
 def _planned_shape(settings: Settings, config: dict[str, Any]) -> PlannedModel:
-    """Return the models of the run: the policy with this configuration, a critic, a reference, a teacher."""
+    """Return the models of the run: the policy with this configuration, a critic, a reference, teachers."""
     algorithm, train = settings.algorithm, settings.train
-    critic, teacher = algorithm.critic_options, algorithm.teacher_options
-    load = teacher.load if teacher is not None else None
+    critic, teaching = algorithm.critic_options, algorithm.teacher_options
+    loads = [teacher.load for teacher in teaching.teachers if teacher.load] if teaching is not None else []
+    teachers = [read_config(builders.model_folder(load)) for load in loads]
+    if teaching is not None and teaching.self_teacher == "start":
+        teachers.append(config)
     return any_model_of(
         config,
         fsdp=train.backend == "fsdp",
@@ -202,7 +205,7 @@ def _planned_shape(settings: Settings, config: dict[str, Any]) -> PlannedModel:
         critic=critic is not None and not critic.shared,
         reference=Need.REFERENCE in algorithm.needs,
         adapts_experts=train.backend == "megatron",
-        teacher=read_config(builders.model_folder(load)) if load else None,
+        teachers=teachers,
         freeze_vision_tower=train.freeze_vision_tower,
     )
 

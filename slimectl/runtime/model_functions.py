@@ -149,7 +149,8 @@ class Trainer(_Closing):
         Algorithm sft also accepts prompts with labels. Prompts that are too long go to `on_skipped`. `progress`
         receives the current phase.
         """
-        models = Models(self.policy, self.critic, self._models.frozen, RoundTimer(progress=progress))
+        timer = RoundTimer(progress=progress)
+        models = Models(self.policy, self.critic, self._models.frozen, timer, render=self._models.render)
         stream, hooks = self._samples(samples, on_skipped), UserHooks(self.settings)
         return train_stage(stream, models, self.settings, state=self.state, hooks=hooks)
 

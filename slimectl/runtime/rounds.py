@@ -274,7 +274,8 @@ class RecordedRounds:
 
 def warn_of_other_model(algorithm: AlgorithmSection, paths: Sequence[str], model: Path) -> None:
     """Warn if samples come from another model than the one that is trained, according to their manifest."""
-    files = [Path(split_slice(path)[0]) for path in paths] if algorithm.trains_on == "rollouts" else []
+    is_own = algorithm.trains_on == "rollouts" and not algorithm.learns_from_teachers_samples
+    files = [Path(split_slice(path)[0]) for path in paths] if is_own else []
     for message in filter(None, (other_model(file, model) for file in files)):
         logger.warning(message)
 

@@ -223,7 +223,7 @@ class TrainingRun:
         timer = builders.round_timer(settings, parts.model, models.policy, progress=self.progress)
         reports = run_stage(
             self.rounds.stream(parts.service, models, self.recorder.sampling, self.executor),
-            Models(models.policy, models.critic, models.frozen, timer),
+            Models(models.policy, models.critic, models.frozen, timer, render=models.render),
             parts.sync if self.rounds.samples else None,
             settings,
             state=self.state,

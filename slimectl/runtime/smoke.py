@@ -43,7 +43,8 @@ ALSO_DEFAULT = (
     "train.global_batch_size", "train.num_steps_per_rollout", "train.lr_decay_iters", "train.lr_wsd_decay_iters",
     "train.lr_warmup_iters", "train.use_rollout_routing_replay", "train.lora_load", "rollout.over_sampling_batch_size",
     "rollout.dynamic_sampling_filter_path", "rollout.max_context_len", "run.num_epoch", "run.save_interval",
-    "run.profile", "algorithm.ref_load", "algorithm.critic_load", "algorithm.opd_teacher_url", "track.with",
+    "run.profile", "algorithm.ref_load", "algorithm.critic_load", "algorithm.opd_teacher_url", "algorithm.opd_teachers",
+    "algorithm.opd_align", "track.with",
     "track.mode", "track.prometheus_port",
 )  # fmt: skip
 """Settings that are not possible with a tiny model, a short run or a laptop."""
@@ -73,7 +74,8 @@ def reduced(settings: Settings) -> dict[str, Any]:
         is_used = not key.startswith("sft_warmup.") or settings.sft_warmup.data
         if is_used and key in AT_MOST and value is not None and value > AT_MOST[key]:
             values[key] = AT_MOST[key]
-    if any(getattr(settings.algorithm, f"opd_teacher_{kind}", None) for kind in ("load", "url")):
+    teaching = settings.algorithm.teacher_options
+    if teaching is not None and any(teacher.load or teacher.urls for teacher in teaching.teachers):
         values["algorithm.opd_teacher_load"] = str(model_path(settings))
     return values | {
         "algorithm.name": settings.algorithm.name,

@@ -50,6 +50,11 @@ def _algorithm(settings: Settings) -> Any:
     return settings.algorithm
 
 
+def _asks_teachers(settings: Settings) -> bool:
+    teaching = settings.algorithm.teacher_options
+    return teaching is not None and any(teacher.urls for teacher in teaching.teachers)
+
+
 def _names_tracker(settings: Settings, *without: str) -> bool:
     return any(name not in without for name in settings.track.with_)
 
@@ -117,7 +122,7 @@ DEPENDENCIES = (
     Dependency("engine", ("session_affinity", "server_concurrency", "connect_timeout_s"), _SERVERS,
                lambda s: s.uses_servers, _NEEDS_SERVERS),
     Dependency("engine", ("request_timeout_s",), _SERVERS,
-               lambda s: s.uses_servers or bool(getattr(s.algorithm, "opd_teacher_url", [])), _NEEDS_SERVERS),
+               lambda s: s.uses_servers or _asks_teachers(s), _NEEDS_SERVERS),
     Dependency("engine", ("router", "start_timeout_s", "use_fault_tolerance"), _SERVERS,
                _starts_servers, _NEEDS_STARTED),
     Dependency("engine", ("health_check_interval", "health_check_timeout", "health_check_first_wait", "max_restarts"),
@@ -249,8 +254,12 @@ DEPENDENCIES = (
     Dependency("algorithm", ("opd_top_k",), ("algorithm.opd_divergence",),
                lambda s: _algorithm(s).opd_divergence != "token",
                "with algorithm.opd_divergence = token. Set that to forward_kl, reverse_kl or jsd"),
-    Dependency("algorithm", ("opd_teacher_load", "opd_teacher_url", "opd_divergence"), ("algorithm.opd_kl_coef",),
+    Dependency("algorithm", ("opd_teacher_load", "opd_teacher_url", "opd_divergence", "opd_teachers",
+                             "opd_self_teacher", "opd_teacher_template", "opd_align"), ("algorithm.opd_kl_coef",),
                lambda s: bool(_algorithm(s).opd_kl_coef), "with algorithm.opd_kl_coef = 0. Set opd_kl_coef"),
+    Dependency("algorithm", ("opd_self_success",), ("algorithm.opd_teacher_template",),
+               lambda s: "{demonstration}" in (_algorithm(s).opd_teacher_template or ""),
+               "without {demonstration} in algorithm.opd_teacher_template. Add that"),
     Dependency("algorithm", ("opd_teacher_api",), ("algorithm.opd_teacher_url",),
                lambda s: bool(_algorithm(s).opd_teacher_url), "without algorithm.opd_teacher_url. Set that"),
     Dependency("algorithm", ("critic_load", "critic_lr", "num_critic_only_steps"), ("algorithm.critic",),

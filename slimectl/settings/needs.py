@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import ClassVar, Literal
 
 from slimectl.settings.base import Section
+from slimectl.settings.teachers import TeacherOptions
 
 Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "mean_normalized", "decoupled", "none"]
 NormKind = Literal["group", "batch", "running", "none"]
@@ -62,30 +63,6 @@ class CriticOptions:
 
     only_steps: int
     """Number of first steps that update only the critic, if the two are separate."""
-
-
-@dataclass(frozen=True)
-class TeacherOptions:
-    """The teacher of on-policy distillation: a model directory, or servers."""
-
-    load: str | None
-    urls: tuple[str, ...]
-    api: str
-    """API of the servers."""
-
-    kl_coef: float
-    """Weight of the divergence from the teacher."""
-
-    divergence: str = "token"
-    """"token": the divergence is subtracted from the advantage of each token. Another one is a term of the loss."""
-
-    top_k: int | None = None
-    """Number of the teacher's likeliest tokens in a divergence of the loss. None is the full vocabulary."""
-
-    @property
-    def in_trainer(self) -> bool:
-        """Whether the trainer computes the teacher's distributions beside the policy's, instead of a scoring pass."""
-        return self.divergence != "token" and self.top_k is None
 
 
 class AlgorithmSection(Section):
@@ -150,6 +127,11 @@ class AlgorithmSection(Section):
     def teacher_options(self) -> TeacherOptions | None:
         """Options of the teacher that the policy is distilled from, or None without one."""
         return None
+
+    @property
+    def learns_from_teachers_samples(self) -> bool:
+        """Whether samples of a file may be a teacher's own, because only its distributions are learned from."""
+        return False
 
     def conflicts(self, *, temperature: float) -> Iterator[str]:
         """Yield each conflict within [algorithm] as one line with the keys and the remedy.

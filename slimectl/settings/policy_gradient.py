@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from slimectl.settings.base import Texts
-from slimectl.settings.needs import AlgorithmSection, Baseline, Need, NormKind, Reduction, TeacherOptions
-from slimectl.system.redaction import REFERENCES
+from slimectl.settings.needs import AlgorithmSection, Baseline, Need, NormKind, Reduction
+from slimectl.settings.teachers import Teacher, TeacherOptions, TeacherTable, template_conflicts
 
 
 class PolicyGradient(AlgorithmSection):
@@ -105,6 +105,25 @@ class PolicyGradient(AlgorithmSection):
 
     opd_teacher_api: Literal["sglang", "vllm"] = "sglang"
     """API of the servers in opd_teacher_url. `slimectl serve` uses sglang."""
+
+    opd_teachers: dict[str, TeacherTable] = {}
+    """Several teachers instead, each for some domains of prompts: NAME = {load or url, api, domains, weight}."""
+
+    opd_self_teacher: Literal["current", "start"] | None = None
+    """The policy is its own teacher, with its current weights or those that the run starts from. It reads
+    opd_teacher_template in place of the prompt."""
+
+    opd_teacher_template: str | None = None
+    """Text that a teacher reads in place of the prompt, or of the last user message of a chat. It may contain {prompt},
+    {label}, {response}, {demonstration} (a successful response to the same prompt) and {metadata.KEY}. Samples
+    that lack one of them are not distilled."""
+
+    opd_self_success: float = 1.0
+    """Reward from which a response is shown to its siblings as {demonstration}."""
+
+    opd_align: Literal["vocabulary", "text"] = "vocabulary"
+    """vocabulary: the teacher has the policy's vocabulary. text: tokens of another one are aligned by their text, which
+    is approximate."""
 
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus. 0 builds no entropy graph."""
@@ -206,8 +225,34 @@ class PolicyGradient(AlgorithmSection):
         if not self.opd_kl_coef:
             return None
         return TeacherOptions(
-            self.opd_teacher_load, tuple(self.opd_teacher_url), self.opd_teacher_api, self.opd_kl_coef,
-            self.opd_divergence, self.opd_top_k,
+            self._teachers(),
+            self.opd_kl_coef,
+            self.opd_divergence,
+            self.opd_top_k,
+            self_teacher=self.opd_self_teacher,
+            template=self.opd_teacher_template,
+            success=self.opd_self_success,
+            by_text=self.opd_align == "text",
+        )
+
+    @property
+    def learns_from_teachers_samples(self) -> bool:
+        return self.teacher_options is not None and self.opd_divergence != "token" and not self.learns_from_rewards
+
+    def _teachers(self) -> tuple[Teacher, ...]:
+        """Return the teachers of the table, or the only one."""
+        table = "algorithm.opd_teachers"
+        return tuple(
+            Teacher(
+                f"teacher/{name}", f"{table}.{name}.load", f"{table}.{name}.url", entry.load or None,
+                tuple(entry.url), entry.api, tuple(entry.domains), entry.weight,
+            )
+            for name, entry in self.opd_teachers.items()
+        ) or (
+            Teacher(
+                "teacher", "algorithm.opd_teacher_load", "algorithm.opd_teacher_url", self.opd_teacher_load,
+                tuple(self.opd_teacher_url), self.opd_teacher_api,
+            ),
         )  # fmt: skip
 
     def conflicts(self, *, temperature: float) -> Iterator[str]:
@@ -226,26 +271,13 @@ class PolicyGradient(AlgorithmSection):
                 f"algorithm.difficulty_low_threshold: {self.difficulty_low_threshold:g} is not below "
                 f"algorithm.difficulty_high_threshold: {self.difficulty_high_threshold:g}. Swap them."
             )
-        yield from self._teacher_conflicts(temperature)
+        if self.teacher_options is not None:
+            yield from self.teacher_options.conflicts(temperature=temperature)
+        if self.opd_teachers and (self.opd_teacher_load or self.opd_teacher_url):
+            yield "algorithm.opd_teachers and a single teacher cannot be combined. Put that into the table."
+        if self.opd_teacher_template is not None:
+            yield from template_conflicts(self.opd_teacher_template)
         yield from self._correction_conflicts()
-
-    def _teacher_conflicts(self, temperature: float) -> Iterator[str]:
-        urls, options = self.opd_teacher_url, self.teacher_options
-        if options is not None and options.in_trainer and not options.load:
-            yield (
-                f"algorithm.opd_divergence: {options.divergence} over the full vocabulary needs the teacher in the "
-                f"trainer. Set algorithm.opd_teacher_load to its directory, or set algorithm.opd_top_k."
-            )
-        if urls and self.opd_teacher_load:
-            yield "algorithm.opd_teacher_load and algorithm.opd_teacher_url cannot be combined. Set only one."
-        if urls and temperature != 1.0:
-            yield (
-                f"algorithm.opd_teacher_url and rollout.temperature: {temperature:g} cannot be combined: servers "
-                f"return probabilities at temperature 1. Set it to 1, or use algorithm.opd_teacher_load."
-            )
-        for url in urls:
-            if not url.startswith(("http://", "https://", *REFERENCES)):
-                yield f"algorithm.opd_teacher_url: {url!r} is not an address. Use http://HOST:PORT"
 
     def _correction_conflicts(self) -> Iterator[str]:
         for key in ("use_tis", "use_rs"):

@@ -56,6 +56,9 @@ class RolloutSettings(Section):
     metadata_key: str = "metadata"
     """Column of the metadata."""
 
+    domain_key: str = "domain"
+    """Column, or key of the metadata, with the domain of a prompt. algorithm.opd_teachers chooses teachers by it."""
+
     tool_key: str = "tools"
     """Column of the tool schemas."""
 
@@ -127,6 +130,10 @@ class RolloutSettings(Section):
 
     ignore_eos: bool = False
     """Continue after the model's end token."""
+
+    top_log_probs: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Record this many of the likeliest tokens in place of every token, as teacher_top_log_probs. A student learns from
+    the file with algorithm.opd_top_k."""
 
     max_prompt_len: PositiveInt | None = None
     """Maximum tokens of a prompt. Longer prompts are skipped and counted."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slimectl.algorithms.estimators import TrainingBatch, estimate_advantages
@@ -14,7 +14,8 @@ from slimectl.stages.finite_check import Outputs
 from slimectl.stages.hooks import Hooks
 from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.score import reward_number, score_rows
-from slimectl.types import Metrics, Sample, TrainingSample
+from slimectl.stages.teachers import AlignedTeacher
+from slimectl.types import Metrics, Prompt, Sample, TrainingSample
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,12 @@ class Models:
 
     policy: Policy
     critic: Critic | None = None
-    frozen: Mapping[str, LogProbModel] = field(default_factory=dict)
+    frozen: Mapping[str, LogProbModel | AlignedTeacher] = field(default_factory=dict)
     timer: RoundTimer = field(default_factory=RoundTimer)
     updates_reference: bool = False
     """Whether the reference may have changed since samples were scored, so that it scores them again."""
+    render: Callable[[Prompt], list[int]] | None = None
+    """Returns the tokens of a prompt, for passes that score responses on another prompt."""
 
     def outputs(self, algorithm: AlgorithmSection) -> Outputs:
         """Return the method that computes the output trained by the algorithm, for every token of rows."""
@@ -40,12 +43,19 @@ class Models:
 
 def attach_scores(samples: Sequence[Sample], models: Models, settings: Settings) -> None:
     """Attach the log-probabilities of the algorithm's scoring passes, if their models are there."""
-    for scoring in ALGORITHMS[settings.algorithm.name].scoring(settings.algorithm):
+    for scoring in ALGORITHMS[settings.algorithm.name].scoring(settings):
         model = models.policy if scoring.model == "policy" else models.frozen.get(scoring.model)
         if model is not None:
             recompute = models.updates_reference and scoring.model == "reference"
-            with models.timer.time(f"perf/{scoring.field}_time", of=model):
-                score_rows(samples, model, scoring, recompute=recompute, temperature=settings.policy_temperature)
+            with models.timer.time(f"perf/{scoring.field.replace('_top', '')}_time", of=model):
+                score_rows(
+                    samples,
+                    model,
+                    scoring,
+                    recompute=recompute,
+                    temperature=settings.policy_temperature,
+                    render=models.render,
+                )
 
 
 def attach_model_outputs(

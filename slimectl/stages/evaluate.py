@@ -116,7 +116,7 @@ class HeldOutDataset:
         return dataclasses.replace(
             generator,
             settings=rollout_settings.model_copy(update={"n_samples_per_prompt": settings.n_samples_per_prompt}),
-            params=dataclasses.replace(sampling_params(rollout_settings), **overrides),
+            params=dataclasses.replace(sampling_params(rollout_settings), top_log_probs=0, **overrides),
             agent=self.agent,
             hooks=self.hooks,
             evaluation=True,

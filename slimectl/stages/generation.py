@@ -38,6 +38,7 @@ from slimectl.types import (
     SamplingParams,
     SpeculationCounts,
     Status,
+    TopTokens,
     VersionSpan,
     json_copy,
 )
@@ -66,6 +67,7 @@ def sampling_params(settings: RolloutSettings) -> SamplingParams:
         repetition_penalty=settings.repetition_penalty,
         presence_penalty=settings.presence_penalty,
         frequency_penalty=settings.frequency_penalty,
+        top_log_probs=settings.top_log_probs,
     )
 
 
@@ -395,6 +397,8 @@ class _GenerationSession:
                 sample.weight_versions = [*self._before, *self._versions]
             sample.weight_versions = sample.weight_versions or list(self._versions)
             sample.rollout_routed_experts = None if self._attempts.evaluation else self._routing(sample)
+            if self.params.top_log_probs:
+                sample.teacher_top_log_probs = self._top_log_probs(sample)
             if len(set(sample.weight_versions)) > 1 and (spans := self._spans(sample)):
                 sample.metadata = {**sample.metadata, VERSION_SPANS: spans}
             self._mask_forced(sample)
@@ -417,6 +421,17 @@ class _GenerationSession:
             if sample.tokens[place : place + len(completion.tokens)] == completion.tokens:
                 spans += completion.version_spans(place - sample.prompt_length)
         return spans
+
+    def _top_log_probs(self, sample: Sample) -> list[TopTokens]:
+        """Return the likeliest tokens in place of each token of the response. Tokens of a tool have none."""
+        known = sample.teacher_top_log_probs or []
+        tops = [*known, *([] for _ in range(sample.response_length - len(known)))]
+        for tokens, completion in self._requests:
+            common = _common_length(sample.tokens, [*tokens, *completion.tokens])
+            for place, top in enumerate(completion.top_log_probs, len(tokens)):
+                if place < common:
+                    tops[place - sample.prompt_length] = top
+        return tops
 
     def _mask_forced(self, sample: Sample) -> None:
         """Set the loss mask to 0 for tokens that a grammar forced, in every completion that the sample contains.

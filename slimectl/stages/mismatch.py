@@ -46,7 +46,8 @@ class LogProbCheck:
         self.has_older_rows = rows_wait and (report.is_step or self.has_older_rows)
         self.round, self.has_trained = report.rollout_id, self.has_trained or report.is_step
         difference, bound = report.metrics.get(METRIC, 0.0), run.max_logprob_mismatch
-        is_explained = self.is_stale or is_moved or bool(self.settings.rollout.penalties)
+        may_be_taught = self.recorded and self.settings.algorithm.learns_from_teachers_samples
+        is_explained = self.is_stale or is_moved or may_be_taught or bool(self.settings.rollout.penalties)
         if is_explained or bound is None or difference <= bound:
             return
         beyond = f"{difference:.3f} per token on average, more than run.max_logprob_mismatch = {bound:g}"

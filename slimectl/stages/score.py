@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from slimectl.algorithms.scoring import REFERENCE, ScoringPass
@@ -21,8 +22,10 @@ from slimectl.settings.rollout_algorithms import Gdpo
 from slimectl.settings.score import ScoreSettings
 from slimectl.stages.grader import Grader, as_batched
 from slimectl.stages.grading_calls import GradingCalls
+from slimectl.stages.teachers import AlignedTeacher
+from slimectl.stages.text_responses import prompt_of
 from slimectl.system.stdio import logger
-from slimectl.types import Sample, Status, TrainingSample
+from slimectl.types import Prompt, Sample, Status, TopTokens, TrainingSample
 
 BATCH = 64
 """Samples per forward pass of the model."""
@@ -46,26 +49,56 @@ def attach_log_probs(
 
 
 def score_rows(
-    samples: Sequence[Sample], model: LogProbModel, scoring: ScoringPass, *, recompute: bool, temperature: float
+    samples: Sequence[Sample],
+    model: LogProbModel | AlignedTeacher,
+    scoring: ScoringPass,
+    *,
+    recompute: bool,
+    temperature: float,
+    render: Callable[[Prompt], list[int]] | None = None,
 ) -> None:
-    """Attach log-probabilities to the samples of a round, like `attach_log_probs`."""
-    lacking = [
+    """Attach log-probabilities to the samples of a round, like `attach_log_probs`.
+
+    `render` returns the tokens of a prompt, for passes with prompts in place of the samples' own.
+    """
+    missing = [
         (sample, tokens)
-        for sample, tokens in zip(samples, scoring.tokens(samples), strict=True)
+        for sample, tokens in zip(samples, _tokens(samples, scoring, render), strict=True)
         if tokens is not None and (recompute or getattr(sample, scoring.field) is None)
     ]
-    for batch in batched(lacking, BATCH):
-        rows = [
-            TrainingSample(
-                tokens, s.response_length, [0.0] * s.response_length, group=s.group_index, images=images_of(s)
-            )
-            for s, tokens in batch
-        ]
-        scores = model.log_probs(rows) if scoring.top_k is None else model.top_log_probs(rows, scoring.top_k)
-        for (sample, _), score in zip(batch, scores, strict=True):
+    for batch in batched(missing, BATCH):
+        for (sample, _), score in zip(batch, _scores(batch, model, scoring.top_k), strict=True):
             setattr(sample, scoring.field, score)
             if scoring.field == "ref_log_probs":
                 sample.ref_temperature = temperature
+
+
+def _tokens(
+    samples: Sequence[Sample], scoring: ScoringPass, render: Callable[[Prompt], list[int]] | None
+) -> Sequence[list[int] | None]:
+    """Return a prompt that ends with its response for each sample that a pass scores, else None."""
+    scored_tokens = scoring.tokens(samples)
+    if scoring.prompts is None:
+        return scored_tokens
+    assert render is not None, "a pass with prompts needs the tokenizer"
+    return [
+        None if tokens is None or prompt is None
+        else [*render(replace(prompt_of(sample), text=prompt)), *sample.tokens[sample.prompt_length :]]
+        for sample, tokens, prompt in zip(samples, scored_tokens, scoring.prompts(samples), strict=True)
+    ]  # fmt: skip
+
+
+def _scores(
+    batch: Sequence[tuple[Sample, list[int]]], model: LogProbModel | AlignedTeacher, top_k: int | None
+) -> Sequence[list[float] | list[TopTokens]]:
+    """Return what a model says of the responses to these tokens: log-probabilities, or the likeliest tokens."""
+    if isinstance(model, AlignedTeacher):
+        return model.sample_log_probs([sample for sample, _ in batch])
+    rows = [
+        TrainingSample(tokens, s.response_length, [0.0] * s.response_length, group=s.group_index, images=images_of(s))
+        for s, tokens in batch
+    ]
+    return model.log_probs(rows) if top_k is None else model.top_log_probs(rows, top_k)
 
 
 __all__ = ["Grader", "report_grading", "reward_number", "score"]

@@ -21,14 +21,11 @@ from slimectl.stages.hooks import Hooks
 from slimectl.stages.preferences import build_preference_batch
 from slimectl.stages.sample_masks import mask_samples
 from slimectl.stages.score import component_columns, component_weights, reward_number
+from slimectl.stages.teachers import attach_teacher
 from slimectl.types import Metrics, Sample, Status, TrainingSample
-
-TEACHER_REMEDY = "Set algorithm.opd_teacher_load or algorithm.opd_teacher_url"
 
 COLUMNS = {
     Need.REFERENCE: ("ref_log_probs", "Add --reference DIR to `slimectl score`"),
-    Need.TEACHER: ("teacher_log_probs", TEACHER_REMEDY),
-    Need.TEACHER_TOP: ("teacher_top_log_probs", TEACHER_REMEDY),
     Need.ROLLOUT_LOG_PROBS: ("rollout_log_probs", "Sample with `slimectl rollout`, which records them"),
 }
 """Field of a sample, and the remedy if it is missing, by need."""
@@ -65,6 +62,9 @@ def build_training_batch(
     batch, drops = build([samples[i] for i in fresh], algorithm, settings.score, shaped, moments)
     if isinstance(algorithm, PolicyGradient):
         drops |= mask_samples(batch, algorithm, settings.eval.success_threshold)
+    if isinstance(algorithm, PolicyGradient) and algorithm.teacher_options is not None:
+        for row, sample in zip(batch.rows, batch.row_samples, strict=True):
+            attach_teacher(row, sample, algorithm, domain_key=settings.rollout.domain_key)
     if settings.train.use_rollout_routing_replay:
         for row, position in zip(batch.rows, batch.positions, strict=True):
             row.routed_experts = _routing(samples[fresh[position]])
@@ -167,9 +167,6 @@ def build_policy_batch(
             _require_columns(sample, algorithm)
             row = _row(sample)
             row.reward = rewards[i]
-            if Need.TEACHER_TOP in algorithm.needs:
-                assert sample.teacher_top_log_probs is not None
-                row.teacher_top_log_probs = [pairs[: algorithm.opd_top_k] for pairs in sample.teacher_top_log_probs]
             row.old_log_probs = row.rollout_log_probs if algorithm.use_rollout_logprobs else None
             batch.rows.append(row)
             batch.executions.append(sample.trajectory_id)
@@ -226,6 +223,8 @@ def _require_groups(name: str, attempts: Sequence[tuple[int, int]]) -> None:
 def _require_columns(sample: Sample, algorithm: PolicyGradient) -> None:
     """Raise RecordError if a sample lacks log-probabilities that a setting needs."""
     for setting, need in algorithm.needs_by_setting.items():
+        if need in (Need.TEACHER, Need.TEACHER_TOP):
+            continue  # attach_teacher reads them
         name, remedy = COLUMNS[need]
         if getattr(sample, name) is None:
             raise RecordError(f"sample {sample.index}: no {name}, which {setting} needs. {remedy}")

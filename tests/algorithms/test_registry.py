@@ -25,6 +25,7 @@ from slimectl.algorithms.losses import PolicyLoss
 from slimectl.algorithms.registry import ALGORITHMS, COMPUTED, LOSS_SETTINGS, Algorithm, policy_loss
 from slimectl.algorithms.scoring import ScoringPass
 from slimectl.algorithms.surrogates import SURROGATES
+from slimectl.settings import Settings
 from slimectl.settings import algorithm as names
 from slimectl.settings.needs import Need
 from slimectl.settings.policy_gradient import PolicyGradient
@@ -51,10 +52,14 @@ READ_BY = {
     "kl_coef": "slimectl/algorithms/estimators.py",
     "ref_load": "slimectl/settings/policy_gradient.py",
     "ref_update_interval": "slimectl/settings/policy_gradient.py",
-    "opd_top_k": "slimectl/stages/training_batch.py",
+    "opd_top_k": "slimectl/settings/policy_gradient.py",
     "opd_teacher_load": "slimectl/settings/policy_gradient.py",
     "opd_teacher_url": "slimectl/settings/policy_gradient.py",
     "opd_teacher_api": "slimectl/settings/policy_gradient.py",
+    **dict.fromkeys(
+        ("opd_teachers", "opd_self_teacher", "opd_teacher_template", "opd_self_success", "opd_align"),
+        "slimectl/settings/policy_gradient.py",
+    ),
     "use_rollout_logprobs": "slimectl/stages/training_batch.py",
     "tis_batch_normalize": "slimectl/algorithms/registry.py",
     "grpo_std_normalization": "slimectl/settings/policy_gradient.py",
@@ -235,16 +240,18 @@ def test_returns_with_a_critic_are_those_before_advantages_are_whitened():
 
 def test_an_algorithm_has_reference_and_teacher_score_responses_on_their_own_prompts():
     samples = [Sample(tokens=[1, 2, 3], response_length=1), Sample(tokens=[4, 5], response_length=2)]
-    for algorithm in registry.ALGORITHMS.values():
-        assert [(each.model, each.field) for each in algorithm.scoring(algorithm.settings())] == [
-            ("reference", "ref_log_probs"), ("teacher", "teacher_log_probs")
+    for name, algorithm in registry.ALGORITHMS.items():
+        settings = Settings().model_copy(update={"algorithm": algorithm.settings()})
+        assert [(each.model, each.field) for each in algorithm.scoring(settings)] == [
+            ("reference", "ref_log_probs"), *[("teacher", "teacher_log_probs")] * (name == "opd")
         ]  # fmt: skip
     assert ScoringPass("policy", "teacher_log_probs").tokens(samples) == [[1, 2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize(("top_k", "passes"), [(8, [("teacher", "teacher_top_log_probs", 8)]), (None, [])])
 def test_a_divergence_of_distributions_asks_for_the_likeliest_tokens(top_k: int | None, passes: list[object]):
-    settings = settings_of("opd", opd_divergence="reverse_kl", opd_top_k=top_k)
+    chosen = settings_of("opd", opd_divergence="reverse_kl", opd_top_k=top_k)
+    settings = Settings().model_copy(update={"algorithm": chosen})
     reference, *others = registry.ALGORITHMS["opd"].scoring(settings)
     assert (reference.model, reference.top_k) == ("reference", None)
     assert [(each.model, each.field, each.top_k) for each in others] == passes

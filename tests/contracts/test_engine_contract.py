@@ -338,6 +338,17 @@ def posted(url: str, body: dict[str, Any]) -> Any:
         return json.loads(answer.read())["meta_info"]
 
 
+def test_the_likeliest_tokens_in_place_of_each_token_are_recorded_if_asked_for(engine: Any, model_dir: ModelDir):
+    params = SamplingParams(max_tokens=6, ignore_eos=True, seed=3, temperature=0.7, top_log_probs=4)
+    (answer,) = answers(engine, (PROMPT, params))
+    model = AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32)
+    logits_TV = model(torch.tensor([[*PROMPT, *answer.tokens]])).logits[0][len(PROMPT) - 1 : -1]
+    assert len(answer.top_log_probs) == 6
+    for log_p_V, top in zip((logits_TV / 0.7).log_softmax(-1), answer.top_log_probs, strict=True):
+        assert [value for _, value in top] == pytest.approx(log_p_V.topk(4).values.tolist(), abs=1e-4)
+        assert [log_p_V[token].item() for token, _ in top] == pytest.approx([value for _, value in top], abs=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.sglang
 def test_the_likeliest_tokens_of_prompt_and_answer_are_those_that_sglang_lists(

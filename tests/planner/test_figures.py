@@ -172,7 +172,7 @@ def test_a_critic_learns_all_but_the_head_of_the_language_model():
 
 def test_a_reference_and_a_teacher_hold_their_weights_alone():
     teacher = cards.language_model(with_defaults(cards.load("qwen3-8B")["config"]))
-    found = model("qwen3-0.6B", reference=True, teacher=teacher)
+    found = model("qwen3-0.6B", reference=True, teachers=[teacher])
     lines = memory_of(found, Run(8, ParallelLayout(tensor=8), seq_len=1024, max_tokens_per_gpu=1024))
     plain = memory_of(SMALL, Run(8, ParallelLayout(tensor=8), seq_len=1024, max_tokens_per_gpu=1024))
     assert lines["reference weights"] == plain["weights"]

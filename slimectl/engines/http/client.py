@@ -72,11 +72,9 @@ class HttpEngine:
     ) -> Completion:
         """Continue `tokens`. `on_tokens` is called with the tokens of every packet, in another thread.
 
-        Raises SettingsError if the prompt leaves no room in the context, and for a grammar or top_log_probs. Raises
-        BackendError if no server responds.
+        Raises SettingsError if the prompt leaves no room in the context, and for a grammar. Raises BackendError
+        if no server responds.
         """
-        if params.top_log_probs:
-            raise SettingsError("top_log_probs requires engine.backend = embedded")
         if params.grammar is not None:
             raise SettingsError(
                 "a grammar requires engine.backend = embedded. Servers return log-probabilities after its mask, "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slimectl.protocols import OnTokens
-from slimectl.types import Completion, SamplingParams
+from slimectl.types import Completion, SamplingParams, TopTokens
 
 NO_WEIGHTS = "unpushed"
 """Weight version of a server that waits for its first push. Its responses are never used."""
@@ -46,6 +46,9 @@ class PendingRequest:
     asking: bool = False
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[TopTokens] = field(default_factory=list)
+    """The likeliest tokens in place of each token, if the parameters ask for them."""
+
     text: str = ""
     text_is_cut: bool = False
     """Whether the server removed a stop string from the text that is still in the tokens."""
@@ -58,16 +61,17 @@ class PendingRequest:
 
     def restart(self) -> None:
         """Discard the response and set a new request id, because the old request may still be running."""
-        self.tokens, self.log_probs, self.text, self.text_is_cut = [], [], "", False
+        self.tokens, self.log_probs, self.top_log_probs, self.text, self.text_is_cut = [], [], [], "", False
         self.versions, self.version_starts, self.cached_tokens, self.extras, self.finish = [], [], 0, {}, None
         self.request_id = f"slimectl-{uuid.uuid4().hex}"
 
-    def add(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+    def add(self, tokens: Sequence[int], log_probs: Sequence[float], tops: Sequence[TopTokens] = ()) -> None:
         """Append new tokens, and end the response at the first stop token among them."""
         count_before = len(self.tokens)
         first = max(count_before, self.params.min_tokens - 1)
         self.tokens += tokens
         self.log_probs += log_probs
+        self.top_log_probs += tops
         for position in range(first, len(self.tokens)) if self.stop_tokens else ():
             if self.tokens[position] in self.stop_tokens:
                 del self.tokens[position + 1 :], self.log_probs[position + 1 :]
@@ -110,6 +114,7 @@ class PendingRequest:
             version_starts=self.version_starts,
             cached_tokens=self.cached_tokens,
             extras=self.extras,
+            top_log_probs=self.top_log_probs[:length],
         )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from slimectl.data.routed_experts import Routing, encoded
 from slimectl.engines.http.api import GetJson, PostJson, ScoredToken, StreamError, UnexpectedAnswer
 from slimectl.engines.http.request import PendingRequest, penalty_fields, text_fields
-from slimectl.types import SamplingParams
+from slimectl.types import SamplingParams, TopTokens
 
 EXTRAS = {
     "spec_verify_ct": "spec_verify_ct",
@@ -39,7 +39,9 @@ class SglangApi:
     generate_path = "/generate"
 
     def generate_body(self, request: PendingRequest) -> dict[str, Any]:
-        options = {} if self.routed_experts is None else {"return_routed_experts": True}
+        options: dict[str, Any] = {} if self.routed_experts is None else {"return_routed_experts": True}
+        if request.params.top_log_probs:
+            options["top_logprobs_num"] = request.params.top_log_probs
         return {
             "input_ids": request.prompt,
             "sampling_params": sampling_body(request.params, limit=request.limit),
@@ -57,19 +59,20 @@ class SglangApi:
         request.add_versions(spans)
         ids, text = event.get("output_ids") or [], event.get("text", "")
         scored = [entry[0] for entry in meta.get("output_token_logprobs") or []]
+        tops = list(map(_top_tokens, meta.get("output_top_logprobs") or []))
         count_before = len(request.tokens)
         total = meta.get("completion_tokens", count_before + len(ids))
         is_cumulative = count_before > 0 and len(ids) == total and count_before + len(ids) != total
         request.text = text if is_cumulative or not count_before else request.text + text
         if is_cumulative:
-            ids, scored = ids[count_before:], scored[count_before:]
+            ids, scored, tops = ids[count_before:], scored[count_before:], tops[count_before:]
         request.cached_tokens = meta.get("cached_tokens") or request.cached_tokens
         request.extras |= {ours: meta[name] for name, ours in EXTRAS.items() if meta.get(name) is not None}
         reason = meta.get("finish_reason")
         if reason is not None:
             request.finish = reason["type"] if isinstance(reason, dict) else str(reason)
             request.text_is_cut = isinstance(reason, dict) and isinstance(reason.get("matched"), str)
-        request.add(ids, scored)
+        request.add(ids, scored, tops)
         if self.routed_experts is not None and reason is not None and request.tokens:
             request.extras["routed_experts"] = _routing(meta.get("routed_experts"), self.routed_experts)
 
@@ -156,9 +159,13 @@ async def _score(post: PostJson, query: Mapping[str, Any], *, count: int) -> lis
 
 
 def _scored_tokens(meta: Mapping[str, Any], with_top: bool) -> list[ScoredToken]:
-    scored = meta["input_token_logprobs"]
-    tops = meta["input_top_logprobs"] if with_top else [None] * len(scored)
+    entries = meta["input_token_logprobs"]
+    tops = meta["input_top_logprobs"] if with_top else [None] * len(entries)
     return [
-        ScoredToken(token, log_prob, [(other, value) for value, other, *_ in top or []])
-        for (log_prob, token, *_), top in zip(scored, tops, strict=True)
+        ScoredToken(token, log_prob, _top_tokens(top)) for (log_prob, token, *_), top in zip(entries, tops, strict=True)
     ]
+
+
+def _top_tokens(entries: Sequence[Sequence[Any]] | None) -> TopTokens:
+    """Return the likeliest tokens of a position. The first of a prompt has none."""
+    return [(token, log_prob) for log_prob, token, *_ in entries or []]

@@ -14,6 +14,7 @@ import numpy as np
 from slimectl.data.routed_experts import Routing, encoded
 from slimectl.engines.http.api import GetJson, PostJson, ScoredToken, StreamError, UnexpectedAnswer
 from slimectl.engines.http.request import PendingRequest, penalty_fields, text_fields
+from slimectl.errors import SettingsError
 from slimectl.types import TopTokens
 
 GENERATE = "/inference/v1/generate"
@@ -33,6 +34,11 @@ class VllmApi:
 
     def generate_body(self, request: PendingRequest) -> dict[str, Any]:
         params = request.params
+        if params.top_log_probs and params.stop:
+            raise SettingsError(
+                "engine.backend: vLLM names the likeliest tokens only without stop strings. Drop "
+                "rollout.top_log_probs or rollout.stop, or use embedded or sglang"
+            )
         body = {
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -44,7 +50,8 @@ class VllmApi:
             "stop_token_ids": list(params.stop_token_ids),
             "ignore_eos": params.ignore_eos,
             "seed": params.seed,
-            "logprobs": 0,  # only for the sampled token
+            # 0 is only the sampled token. The likeliest ones come after it, as many as asked for together.
+            "logprobs": params.top_log_probs and params.top_log_probs + 1,
             "detokenize": bool(params.stop),  # else the text is not used
             **penalty_fields(params),
             **text_fields(params),
@@ -69,7 +76,9 @@ class VllmApi:
             request.text += choice.get("text") or ""
             request.finish = choice.get("finish_reason")
             request.text_is_cut = isinstance(choice.get("stop_reason"), str)
-            request.add(tokens, [entry["logprob"] for entry in scored[:space]])
+            top = request.params.top_log_probs
+            tops = [_likeliest(entry["top_logprobs"], top) for entry in scored[:space]] if top else []
+            request.add(tokens, [entry["logprob"] for entry in scored[:space]], tops)
             if self.routed_experts and request.finish is not None and request.tokens:
                 request.extras["routed_experts"] = _routing(choice.get("routed_experts"))
 
@@ -106,17 +115,21 @@ class VllmApi:
         try:
             by_position = reply["prompt_logprobs"][1:]
             return [
-                ScoredToken(token, entries[str(token)]["logprob"], _likeliest(entries, top))
+                ScoredToken(token, entries[str(token)]["logprob"], _prompt_top(entries, top))
                 for token, entries in zip(tokens[1:], by_position, strict=True)
             ]
         except (KeyError, TypeError, ValueError):
             raise UnexpectedAnswer(f"{str(reply)[:60]!r}") from None
 
 
-def _likeliest(entries: Mapping[str, Any], count: int) -> TopTokens:
-    """Return the `count` likeliest tokens of a position, whose entries have the prompt's own token in addition."""
-    ranked = sorted(entries.items(), key=lambda entry: (-entry[1]["logprob"], entry[1]["rank"] or 0))
-    return [(int(token), score["logprob"]) for token, score in ranked[:count]]
+def _prompt_top(entries: Mapping[str, Any], count: int) -> TopTokens:
+    return _likeliest([{"token_id": int(token), **score} for token, score in entries.items()], count)
+
+
+def _likeliest(entries: Sequence[Mapping[str, Any]], count: int) -> TopTokens:
+    """Return the `count` likeliest tokens of a position, whose entries have its own token in addition."""
+    ranked = sorted(entries, key=lambda entry: (-entry["logprob"], entry.get("rank") or 0))
+    return [(entry["token_id"], entry["logprob"]) for entry in ranked[:count]]
 
 
 def _routing(text: Any) -> Routing:

@@ -31,7 +31,7 @@ from slimectl.runtime.builders.frozen_models import PeriodicReference as Periodi
 from slimectl.runtime.builders.frozen_models import TrainableModels as TrainableModels
 from slimectl.runtime.builders.frozen_models import reference as reference
 from slimectl.runtime.builders.frozen_models import sampling_models as sampling_models
-from slimectl.runtime.builders.frozen_models import teacher as teacher
+from slimectl.runtime.builders.frozen_models import teachers as teachers
 from slimectl.runtime.builders.frozen_models import trainable_models as trainable_models
 from slimectl.runtime.builders.models import context_length as context_length
 from slimectl.runtime.builders.models import create_model as create_model

@@ -1,12 +1,15 @@
-"""Builds the frozen models: a reference, which may be updated from the policy during a run, and a teacher."""
+"""Builds the frozen models: a reference, which may be updated from the policy during a run, and teachers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slimectl.data.chat import render
 from slimectl.data.ownership import CHECKPOINT_FILES, MANIFEST, remove_made
 from slimectl.data.run_dir import write_folder
 from slimectl.errors import SettingsError
@@ -19,7 +22,10 @@ from slimectl.runtime.builders.policies import critic, frozen, policy, total_ste
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
 from slimectl.settings.secret import reveal
+from slimectl.settings.teachers import Teacher
+from slimectl.stages.teachers import AlignedTeacher
 from slimectl.system.model_files import TRAINER_STATE
+from slimectl.types import Prompt
 
 if TYPE_CHECKING:
     from slimectl.protocols import Executor, LogProbModel, Policy
@@ -34,34 +40,61 @@ def reference(settings: Settings, start: Path, *, executor: Executor | None = No
     return frozen(settings, folder, executor=executor)
 
 
-def teacher(settings: Settings, start: Path, *, executor: Executor | None = None) -> LogProbModel | None:
-    """Build the frozen teacher of on-policy distillation, which shares the vocabulary of the model at `start`.
+def teachers(
+    settings: Settings, start: Path, *, executor: Executor | None = None
+) -> dict[str, LogProbModel | AlignedTeacher]:
+    """Build the frozen teachers of on-policy distillation, by their names in scoring passes.
 
-    Returns None without distillation, and for a teacher that the policy's ranks hold, which is only checked. Raises
-    SettingsError for distillation without a teacher or with a teacher of another vocabulary. Raises BackendError
-    if a teacher server does not answer.
+    They share the vocabulary of the model at `start`, unless tokens are aligned by text. A teacher that the policy's
+    ranks hold is only checked. Raises SettingsError for distillation without a teacher or with a teacher of another
+    vocabulary. Raises BackendError if a teacher server does not answer.
     """
     options = settings.algorithm.teacher_options
-    if options is None:
-        return None
-    if options.urls:
-        from slimectl.engines.http.log_prob_client import RemoteLogProbModel
+    if options is None or options.self_teacher == "current":
+        return {}
+    if options.self_teacher == "start":
+        return {teacher.name: frozen(settings, start, "teacher", executor=executor) for teacher in options.teachers}
+    models: dict[str, LogProbModel | AlignedTeacher] = {}
+    with ExitStack() as opened:
+        for teacher in options.teachers:
+            model = _served(settings, teacher, start) if teacher.urls else _loaded(settings, teacher, start, executor)
+            if model is not None:
+                models[teacher.name] = model
+                opened.callback(model.close)
+        opened.pop_all()
+    return models
 
-        limit = settings.engine.request_timeout_s
-        urls = reveal(list(options.urls), setting="algorithm.opd_teacher_url")
-        api = backend(ENGINES, options.api, EngineBackend).api()
-        remote_model = RemoteLogProbModel(urls, api=api, setting="algorithm.opd_teacher_url", timeout_s=limit)
-        remote_model.check_vocabulary(tokenizer(start), of=start)
-        return remote_model
-    folder = model_folder(options.load, setting="algorithm.opd_teacher_load")
-    if tokenizer(folder).get_vocab() != tokenizer(start).get_vocab():
+
+def _served(settings: Settings, teacher: Teacher, start: Path) -> LogProbModel:
+    """Return the client of a teacher's servers."""
+    from slimectl.engines.http.log_prob_client import RemoteLogProbModel
+
+    api = backend(ENGINES, teacher.api, EngineBackend).api()
+    urls, limit = reveal(list(teacher.urls), setting=teacher.url_setting), settings.engine.request_timeout_s
+    remote_model = RemoteLogProbModel(urls, api=api, setting=teacher.url_setting, timeout_s=limit)
+    remote_model.check_vocabulary(tokenizer(start), of=start)
+    return remote_model
+
+
+def _loaded(
+    settings: Settings, teacher: Teacher, start: Path, executor: Executor | None
+) -> LogProbModel | AlignedTeacher | None:
+    """Load a teacher from its directory, or only check it if the policy's ranks hold it."""
+    folder = model_folder(teacher.load, setting=teacher.load_setting)
+    policy_tokenizer, teacher_tokenizer = tokenizer(start), tokenizer(folder)
+    has_other_vocabulary = teacher_tokenizer.get_vocab() != policy_tokenizer.get_vocab()
+    options = settings.algorithm.teacher_options
+    if has_other_vocabulary and not (options and options.by_text):
         raise SettingsError(
-            f"algorithm.opd_teacher_load: {folder} has another vocabulary than {start}. Use a teacher with the same "
-            "vocabulary."
+            f"{teacher.load_setting}: {folder} has another vocabulary than {start}. Use a teacher with the same "
+            f"vocabulary, or align the tokens by their text with algorithm.opd_align = text."
         )
-    if options.in_trainer:
+    if options and options.in_trainer:
         return None  # the policy's ranks hold it
-    return frozen(settings, folder, "teacher", executor=executor)
+    model = frozen(settings, folder, "teacher", executor=executor)
+    if not has_other_vocabulary:
+        return model
+    return AlignedTeacher(model, teacher_tokenizer, policy_tokenizer, settings.rollout)
 
 
 class PeriodicReference:
@@ -114,10 +147,12 @@ class TrainableModels:
     folder: Path
     policy: Any
     critic: Any
-    frozen: dict[str, LogProbModel] = field(default_factory=dict)
+    frozen: dict[str, LogProbModel | AlignedTeacher] = field(default_factory=dict)
     reference: Policy | None = None
     total_steps: int | None = None
     """Expected number of training steps, at which a schedule ends."""
+    render: Callable[[Prompt], list[int]] | None = None
+    """Returns the tokens of a prompt that a teacher reads in place of the policy's."""
 
     @property
     def separate_critic(self) -> Any:
@@ -146,13 +181,16 @@ def sampling_models(settings: Settings, folder: Path, *, executor: Executor) -> 
     with ExitStack() as opened:
         steps = total_steps(settings)
         models = TrainableModels(
-            folder, policy(settings, folder, total_steps=steps, executor=executor), None, total_steps=steps
+            folder,
+            policy(settings, folder, total_steps=steps, executor=executor),
+            None,
+            total_steps=steps,
+            render=_render(settings, folder),
         )
         opened.callback(models.close)
         if (ref_model := reference(settings, folder, executor=executor)) is not None:
             models.reference = models.frozen["reference"] = ref_model
-        if (teacher_model := teacher(settings, folder, executor=executor)) is not None:
-            models.frozen["teacher"] = teacher_model
+        models.frozen |= teachers(settings, folder, executor=executor)
         models.critic = critic(settings, folder, executor=executor)
         opened.pop_all()
     return models
@@ -171,11 +209,24 @@ def trainable_models(
     if algorithm.trained_output == "values":
         return TrainableModels(folder, values, values, total_steps=steps)
     trained = policy(settings, folder, total_steps=steps, executor=executor)
-    models = TrainableModels(folder, trained, values, total_steps=steps)
+    models = TrainableModels(folder, trained, values, total_steps=steps, render=_render(settings, folder))
     # The score stage computes the KL divergence, unless a reference is part of the algorithm itself.
     if Need.PAIRS in algorithm.needs and (ref_model := reference(settings, folder, executor=executor)):
         models.frozen["reference"] = ref_model
     options = algorithm.teacher_options
-    if options and (options.load or options.urls) and (teacher_model := teacher(settings, folder, executor=executor)):
-        models.frozen["teacher"] = teacher_model
+    if options and (options.self_teacher or any(teacher.load or teacher.urls for teacher in options.teachers)):
+        models.frozen |= teachers(settings, folder, executor=executor)
     return models
+
+
+def _render(settings: Settings, folder: Path) -> Callable[[Prompt], list[int]] | None:
+    """Return the function that tokenizes prompts like the rollout stage, if a teacher reads prompts of its own."""
+    options, rollout = settings.algorithm.teacher_options, settings.rollout
+    if options is None or options.template is None:
+        return None
+    return partial(
+        render,
+        tokenizer=tokenizer(folder),
+        apply_chat_template=rollout.apply_chat_template,
+        template_kwargs=rollout.template_kwargs,
+    )

@@ -95,14 +95,15 @@ def check_policy(settings: Settings) -> None:
     Raises MissingExtraError, SettingsError, BackendError or CheckpointError.
     """
     check_hooks(settings, *TRAINING_HOOKS)
-    options = settings.algorithm.model_dump()
-    if options.get("opd_kl_coef") and not options["opd_teacher_url"]:
-        model_folder(options["opd_teacher_load"], setting="algorithm.opd_teacher_load")
+    options, teaching = settings.algorithm.model_dump(), settings.algorithm.teacher_options
+    for teacher in teaching.teachers if teaching is not None and teaching.self_teacher is None else ():
+        if not teacher.urls:
+            model_folder(teacher.load, setting=teacher.load_setting)
     for key in ("ref_load", "critic_load"):
         if options.get(key):
             model_folder(options[key], setting=f"algorithm.{key}")
-    teacher, trainers = settings.algorithm.teacher_options, policy_backend(settings.train)
-    if teacher is not None and teacher.in_trainer and not trainers.holds_teachers:
+    trainers = policy_backend(settings.train)
+    if teaching is not None and teaching.in_trainer and not trainers.holds_teachers:
         raise SettingsError(
             f'algorithm.opd_divergence: train.backend "{settings.train.backend}" does not compare distributions over '
             "the full vocabulary. Set algorithm.opd_top_k."
@@ -154,10 +155,10 @@ def _build(
     critic = settings.algorithm.critic_options
     if role == "policy" and critic is not None and critic.shared:
         role = "actor_critic"
-    trainers, teacher = policy_backend(settings.train), settings.algorithm.teacher_options
+    trainers, teaching = policy_backend(settings.train), settings.algorithm.teacher_options
     built = trainers.build(settings, folder, role, options, checkpoint or ModelCheckpoint())
-    if role in ("policy", "actor_critic") and teacher is not None and teacher.in_trainer:
-        teacher_folder = model_folder(teacher.load, setting="algorithm.opd_teacher_load")
+    if role in ("policy", "actor_critic") and teaching is not None and teaching.in_trainer:
+        teacher_folder = model_folder(teaching.load, setting="algorithm.opd_teacher_load")
         built.set_teacher(_build(settings, teacher_folder, "teacher", None, 0.0, checkpoint))
     return built
 

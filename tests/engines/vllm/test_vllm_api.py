@@ -73,6 +73,19 @@ def test_the_experts_of_an_answer_come_as_an_array_with_the_last_event():
         api.add_event(event([3], "length"), pending())
 
 
+def test_the_likeliest_tokens_of_a_response_are_named_only_without_stop_strings():
+    request = pending(top_log_probs=2)
+    assert API.generate_body(request)["sampling_params"]["logprobs"] == 3  # its own token comes first
+    top = [{"token_id": 9, "logprob": -4.0, "rank": 7}, {"token_id": 3, "logprob": -0.1, "rank": 1},
+           {"token_id": 4, "logprob": -2.4, "rank": 2}]  # fmt: skip
+    entry = {"token_id": 9, "logprob": -4.0, "top_logprobs": top}
+    choice = {"token_ids": [9], "logprobs": {"content": [entry]}, "finish_reason": "length"}
+    API.add_event({"choices": [choice]}, request)
+    assert request.completion().top_log_probs == [[(3, -0.1), (4, -2.4)]]
+    with pytest.raises(SettingsError, match=r"without stop strings\. Drop rollout\.top_log_probs or rollout\.stop"):
+        API.generate_body(pending(top_log_probs=2, stop=("x",)))
+
+
 def test_the_likeliest_tokens_of_a_prompt_leave_out_its_own_token_if_that_is_not_one_of_them():
     asked: list[Any] = []
 
