@@ -63,10 +63,10 @@ def normalized(
 ) -> list[float]:
     """Return (r - mean) / (std + 1e-6) of every attempt's reward. `kinds` selects where mean and std come from.
 
-    >>> normalized([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1], ("batch", "none"), RewardMoments())
+    >>> normalized([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1], ("batch", "off"), RewardMoments())
     [0.25, -0.75, 0.25, 0.25]
 
-    "group" is the attempt's group, "batch" all attempts, "running" the moments of all rounds, "none" subtracts 0 or
+    "group" is the attempt's group, "batch" all attempts, "running" the moments of all rounds, "off" subtracts 0 or
     divides by nothing. Group statistics: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. A mean by group with a std
     by batch: Hu et al. 2025, arXiv:2501.03262. Stds are unbiased. A std of 0 has no scale, so those rewards are not
     divided.
@@ -76,7 +76,7 @@ def normalized(
         by_group.setdefault(group, []).append(reward)
     of_group = {group: moments_of(rewards_G) for group, rewards_G in by_group.items()}
     nothing, batch = RewardMoments(), moments_of(rewards)
-    shared = {"batch": batch, "running": running, "none": nothing}
+    shared = {"batch": batch, "running": running, "off": nothing}
     values = []
     for reward, group in zip(rewards, groups, strict=True):
         mean, std = (shared.get(kind, of_group[group]) for kind in kinds)

@@ -11,7 +11,7 @@ from slimectl.settings.base import Section
 from slimectl.settings.teachers import TeacherOptions
 
 Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "mean_normalized", "decoupled", "none"]
-NormKind = Literal["group", "batch", "running", "none"]
+NormKind = Literal["group", "batch", "running", "off"]
 Reduction = Literal["rollout_mean", "per_token", "fixed_length"]
 
 

@@ -319,16 +319,16 @@ class NormalizedRewards(PolicyGradient):
 
     norm_mean_type: NormKind | None = None
     """Mean to subtract from a reward instead of the algorithm's baseline: of its group, of the round (batch), of all
-    rounds so far (running), or none. Default: the baseline, or none if norm_std_type is set."""
+    rounds so far (running), or off. Default: the baseline, or off if norm_std_type is set."""
 
     norm_std_type: NormKind | None = None
     """Standard deviation to divide by, from the same choices. Equal rewards have none and are not divided. Default: as
-    the baseline has it, or none if norm_mean_type is set."""
+    the baseline has it, or off if norm_mean_type is set."""
 
     @property
     def norm_kinds(self) -> tuple[NormKind, NormKind] | None:
         kinds = self.norm_mean_type, self.norm_std_type
-        return (kinds[0] or "none", kinds[1] or "none") if any(kinds) else None
+        return (kinds[0] or "off", kinds[1] or "off") if any(kinds) else None
 
 
 class GroupNormalized(NormalizedRewards):

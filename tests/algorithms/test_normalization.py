@@ -23,10 +23,10 @@ EPSILON = 1e-6
     ("kinds", "expected"),
     [
         # group means 1/2 and 7/2, batch mean 2; group stds sqrt(1/2), batch std sqrt(10/3)
-        (("group", "none"), [0.5, -0.5, 0.5, -0.5]),
-        (("batch", "none"), [-1.0, -2.0, 2.0, 1.0]),
-        (("running", "none"), [-9.0, -10.0, -6.0, -7.0]),
-        (("none", "running"), [0.5 / (1 + EPSILON / 2), 0.0, 2.0 / (1 + EPSILON / 2), 1.5 / (1 + EPSILON / 2)]),
+        (("group", "off"), [0.5, -0.5, 0.5, -0.5]),
+        (("batch", "off"), [-1.0, -2.0, 2.0, 1.0]),
+        (("running", "off"), [-9.0, -10.0, -6.0, -7.0]),
+        (("off", "running"), [0.5 / (1 + EPSILON / 2), 0.0, 2.0 / (1 + EPSILON / 2), 1.5 / (1 + EPSILON / 2)]),
         (("group", "batch"), [x / (math.sqrt(10 / 3) + EPSILON) for x in (0.5, -0.5, 0.5, -0.5)]),
         (("batch", "group"), [x / (math.sqrt(1 / 2) + EPSILON) for x in (-1.0, -2.0, 2.0, 1.0)]),
     ],
@@ -73,7 +73,7 @@ def test_samples_of_one_attempt_count_once_in_every_population():
 def advantages_of(parts: list[Sample], rewards: list[float]) -> tuple[list[float], dict[str, float]]:
     for sample, reward in zip(parts, rewards, strict=True):
         sample.reward, sample.tokens, sample.response_length = reward, [1, 2], 1
-    batch, metrics = training_batch(parts, algorithm("grpo", norm_mean_type="running", norm_std_type="none"))
+    batch, metrics = training_batch(parts, algorithm("grpo", norm_mean_type="running", norm_std_type="off"))
     return [row.advantages[0] for row in batch.rows], metrics
 
 

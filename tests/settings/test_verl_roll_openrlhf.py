@@ -19,6 +19,7 @@ from slimectl.migrate.launch_scripts.writing import settings_file
 
 PPO = "python3 -m verl.trainer.main_ppo data.train_files=/d.parquet actor_rollout_ref.model.path=/m "
 GRPO = PPO + "algorithm.adv_estimator=grpo "
+GDPO = PPO + "algorithm.adv_estimator=gdpo "
 SFT = "torchrun --nproc_per_node=8 -m verl.trainer.{} data.train_files=/d.parquet "
 ASYNC = GRPO.replace("verl.trainer.main_ppo", "recipe.fully_async_policy.fully_async_main")
 STEP_OFF = GRPO.replace("verl.trainer.main_ppo", "verl.experimental.one_step_off_policy.main_ppo")
@@ -26,7 +27,6 @@ FUNCTION = "custom_reward_function.path=/r.py "
 BUFFER = "reward_model.overlong_buffer"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 BY_SOURCE = {"score.rm_type": "by_column"}
-NOT_TRUNCATED = "slimectl.stages.filters:leave_out_truncated"
 
 VERL: list[tuple[str, dict[str, Any], str]] = [
     (PPO, {"algorithm.name": "ppo", **BY_SOURCE, "run.num_epoch": 30, "train.gradient_checkpointing": True,
@@ -96,7 +96,9 @@ VERL: list[tuple[str, dict[str, Any], str]] = [
      {"algorithm.use_tis": True, "algorithm.tis_level": "sequence", "algorithm.use_rs": True,
       "algorithm.rs_level": "token", "algorithm.rs_clip": 2.0, "algorithm.rs_clip_low": 0.5}, ""),
     (GRPO + f"{ACTOR}ppo_epochs=1 {ROLLOUT}multi_turn.enable=False distillation.enabled=False", BY_SOURCE, ""),
-    (GRPO + f"{ACTOR}ppo_epochs=4", BY_SOURCE, f"{ACTOR}ppo_epochs = 4"),
+    (GRPO + f"{ACTOR}ppo_epochs=4", {**BY_SOURCE, "train.ppo_epochs": 4}, ""),
+    (GDPO + "algorithm.gdpo_reward_keys=[right,short] algorithm.gdpo_reward_weights=[1,0.5]",
+     {"algorithm.name": "gdpo", "algorithm.gdpo_weights": {"right": 1.0, "short": 0.5}}, ""),
     (GRPO + f"{ROLLOUT}multi_turn.enable=True", BY_SOURCE, f"{ROLLOUT}multi_turn.enable = True"),
     (GRPO + f"{ACTOR}use_gpg_loss=True", BY_SOURCE, f"{ACTOR}use_gpg_loss = True"),
     (GRPO + "actor_rollout_ref.ref.sync_ref_model=True", BY_SOURCE, "actor_rollout_ref.ref.sync_ref_model = True"),
@@ -154,7 +156,7 @@ OPENRLHF: list[tuple[str, dict[str, Any], str]] = [
      {"algorithm.name": "dpo", "train.lr": 1e-5, "run.num_epoch": 3, "algorithm.beta": 0.1}, ""),
     (ROWS.format("train_opd") + " --teacher.model_name_or_path /t --train.batch_size 8",
      {"algorithm.name": "opd", "run.rollout_batch_size": 8, "train.global_batch_size": 8}, ""),
-    (RAY + RM + "--max_epochs 2", {"algorithm.name": "ppo"}, "--max_epochs 2"),
+    (RAY + RM + "--max_epochs 2", {"algorithm.name": "ppo", "train.ppo_epochs": 2}, ""),
     (RAY + RM + "--max_epochs 1 --dynamic_filtering_reward_range 0.0 1.0", {"algorithm.name": "ppo"}, ""),
     (RAY + RM + "--stop_properly_penalty_coef 0.0", {}, "--stop_properly_penalty_coef 0.0"),
     (RAY + RM + "--normalize_reward", {}, "--normalize_reward"),
@@ -240,9 +242,24 @@ YAML: list[tuple[str, dict[str, Any], str]] = [
      {"algorithm.eps_clip": 0.2, "algorithm.eps_clip_high": 0.28, "algorithm.eps_clip_c": 1.4}, ""),
     (ROLL + MATH + "adv_estimator: reinforce\nwhiten_advantages: true\n", {"algorithm.name": "reinforce_plus_plus"},
      ""),
-    (ROLL + MATH + "adv_estimator: reinforce\n", {}, "adv_estimator: reinforce"),
+    (ROLL + MATH + "adv_estimator: reinforce\n",
+     {"algorithm.name": "grpo", "algorithm.norm_mean_type": "off", "algorithm.norm_std_type": "off"}, ""),
     (ROLL + MATH + "adv_estimator: reinforce\nwhiten_advantages: true\nnorm_mean_type: group\nnorm_std_type: batch\n",
-     {"algorithm.name": "reinforce_plus_plus_baseline"}, ""),
+     {"algorithm.name": "reinforce_plus_plus", "algorithm.norm_mean_type": "group",
+      "algorithm.norm_std_type": "batch"}, ""),
+    (ROLL + MATH + "adv_estimator: grpo\nnorm_mean_type: running\n",
+     {"algorithm.norm_mean_type": "running", "algorithm.norm_std_type": "off"}, ""),
+    (ROLL + MATH + "adv_estimator: reinforce\nreward_norm: batch\nreward_shift: true\nwhiten_advantages: true\n",
+     {"algorithm.norm_mean_type": "batch", "algorithm.norm_std_type": "off"}, ""),
+    (variant(pg_variant="topr", topr_negative_weight=0.5) + "whiten_advantages: true\n",
+     {"algorithm.name": "topr", "algorithm.topr_negative_weight": 0.5, "algorithm.norm_mean_type": None}, ""),
+    (ROLL + MATH + "adv_estimator: grpo\nreward_clip: 10\nadvantage_clip: 2.0\nppo_epochs: 2\nmax_len_mask: true\n"
+     "difficulty_mask: true\ndifficulty_high_threshold: 0.9\nerror_max_len_clip: true\nerror_max_len_threshold: 99\n",
+     {"algorithm.reward_clip": 10.0, "algorithm.advantage_clip": 2.0, "train.ppo_epochs": 2,
+      "algorithm.max_len_mask": True, "algorithm.difficulty_mask": True, "algorithm.difficulty_low_threshold": 0.0,
+      "algorithm.difficulty_high_threshold": 0.9, "algorithm.error_max_len_threshold": 99}, ""),
+    (ROLL + MATH + "adv_estimator: grpo\nerror_max_len_clip: false\nerror_max_len_threshold: 99\n",
+     {"algorithm.error_max_len_threshold": None}, ""),
     (ROLL + MATH + "adv_estimator: grpo\nuse_kl_loss: true\nkl_loss_coef: 0.01\ninit_kl_coef: 0.3\n",
      {"algorithm.kl_loss_coef": 0.01, "algorithm.kl_coef": 0.0}, ""),
     (ROLL.replace("response_length: 256", "sequence_length: 3000\nprompt_length: 1000") + MATH,
@@ -250,18 +267,21 @@ YAML: list[tuple[str, dict[str, Any], str]] = [
     (ROLL + LAKE, {"rollout.n_samples_per_prompt": 8, "run.rollout_batch_size": 8,
                    "rollout.env": "gymnasium:FrozenLake-v1"}, ""),
     (ROLL + LAKE.replace("frozen_lake", "webshop"), {"rollout.env": None}, "rollout.env"),
-    (ROLL + LAKE + "adv_estimator: gigpo\n", {}, "adv_estimator: gigpo"),
+    (ROLL + LAKE + "adv_estimator: gigpo\nstep_reward_weight: 0.5\nreward_normalization: {method: mean}\n",
+     {"algorithm.name": "gigpo", "algorithm.turn_gamma": 0.95, "algorithm.step_reward_weight": 0.5,
+      "algorithm.grpo_std_normalization": False}, ""),
+    (ROLL + LAKE + "adv_estimator: agentic_reinforce\nwhiten_advantages: true\n",
+     {"algorithm.name": "step_reinforce", "algorithm.turn_gamma": 1.0}, ""),
+    (ROLL + LAKE + "adv_estimator: grpo\nreward_normalization: {grouping: tags, method: asym_clip}\n", {},
+     "reward_normalization.method: asym_clip"),
+    (ROLL + LAKE + "adv_estimator: grpo\nreward_normalization: {grouping: batch, method: mean_std}\n",
+     {"algorithm.norm_mean_type": "batch", "algorithm.norm_std_type": "batch"}, ""),
     (ROLL + LAKE + "adv_estimator: grpo\nreward_normalization: {grouping: traj_group_id, method: mean}\n",
      {"algorithm.name": "grpo", "algorithm.grpo_std_normalization": False}, ""),
     (ROLL.replace("list(range(0,4))\n", "${devices}\n") + MATH, {"train.global_batch_size": None},
      "actor_train.device_mapping: ${devices}"),
     (ROLL.replace("actor_train:", "actor_train:\n  model_args: {lora_rank: 4, lora_target: 'o_proj, q_proj'}") + MATH,
      {"train.lora_targets": ["o_proj", "q_proj"], "train.lora_rank": 4}, ""),
-    (ROLL + MATH + "max_len_mask: true\n", {"rollout.sample_filter_path": NOT_TRUNCATED}, ""),
-    (ROLL + MATH + "max_len_mask: false\ndifficulty_mask: false\nppo_epochs: 1\n",
-     {"rollout.sample_filter_path": None}, ""),
-    (ROLL + MATH + "difficulty_mask: true\n", {}, "difficulty_mask: true"),
-    (ROLL + MATH + "advantage_clip: 2.0\n", {}, "advantage_clip: 2.0"),
     (ROLL.replace("actor_train", "sft_train"), {"algorithm.name": "sft", "run.num_epoch": 1, "run.num_rollout": None,
                                                "train.global_batch_size": 32}, ""),
     (ROLL + "beta: 0.2\nchosen_key: chosen\n", {"algorithm.name": "dpo", "algorithm.beta": 0.2}, ""),

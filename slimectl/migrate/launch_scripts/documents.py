@@ -95,7 +95,7 @@ def _leaves(node: Any, prefix: str, file: str, depth: int) -> Iterator[Flag]:
             isinstance(item, yaml.ScalarNode) for item in value.value
         ):
             paths = [_path_of(item) for item in value.value]
-            if prefix and not any(paths) and all(isinstance(item, yaml.MappingNode) for item in value.value):
+            if key.value in LISTS and all(isinstance(item, yaml.MappingNode) for item in value.value):
                 for number, item in enumerate(value.value):
                     yield from _leaves(item, f"{name}.{number}.", file, depth + 1)
                 continue
@@ -138,6 +138,8 @@ def _merged(pairs: Sequence[tuple[Any, Any]], file: str) -> Iterator[tuple[Any, 
     raise SettingsError(f"{file}:{mark.line + 1}: << takes over more than {MAX_MERGED} mappings. Write it flat")
 
 
+LISTS = ("filters",)
+"""Keys whose lists of tables become flags with numbers in their names, as in `filters.0.enabled`."""
 KEY = "defaults"
 OWN = "_self_"
 """The entry of the defaults that means the configuration's own keys."""

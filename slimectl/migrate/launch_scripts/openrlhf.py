@@ -153,6 +153,7 @@ def _settle_rows(conversion: Conversion) -> None:
     if name == "sft":
         conversion.put_default("input_key", "rollout.input_key", "input")
     conversion.program_defaults |= {"actor_learning_rate": RATES[name], "reward_clip_range": None}
+    conversion.drop("train.ppo_epochs")
     if "max_epochs" not in conversion.flags:
         conversion.put("run.num_epoch", 2 if name == "sft" else 1, "max_epochs")
     elif not conversion.is_unknown("max_epochs"):

@@ -9,7 +9,6 @@ from slimectl.migrate.launch_scripts.values import (
     LOSS,
     OBJECTIVE,
     OFF,
-    REUSE,
     REWARD,
     Always,
     choice,
@@ -156,7 +155,7 @@ TRAINING = (
     Row("seed", "run.seed", default=42),
     Row("full_determinism", "train.deterministic", convert=on),
     Row("num_episodes", "run.num_epoch", default=1),
-    Row("max_epochs", text=REUSE, neutral="1"),
+    Row("max_epochs", "train.ppo_epochs", "of programs that read rows run.num_epoch"),
 )  # fmt: skip
 RUNNING = (
     Row("save_path", "run.dir", "its last part is run.name"),

@@ -28,17 +28,16 @@ def settle_algorithm(conversion: Conversion, kind: str) -> None:
         conversion.put("algorithm.name", estimator, "adv_estimator")
     if conversion.text("importance_sampling") == "seq" and variant in PLAIN:
         conversion.put("algorithm.name", "gspo", "importance_sampling", "adv_estimator")
+    if conversion.switch("use_topr_loss"):
+        conversion.put("algorithm.name", "topr", "use_topr_loss")
+    if conversion.values.get("algorithm.name") in OF_TURNS:
+        _settle_turns(conversion)
+    elif kind == "agentic":
+        _settle_normalization(conversion, *_kinds_of_episodes(conversion))
+    else:
+        _settle_normalization(conversion, *_kinds_of_responses(conversion))
+    name = conversion.values.get("algorithm.name")
     flag = conversion.flags.get("adv_estimator")
-    name = conversion.values.get("algorithm.name")
-    if kind == "agentic" and name in ("grpo", "reinforce_plus_plus"):
-        _settle_normalization(conversion)
-    elif kind == "rlvr" and name == "reinforce_plus_plus" and flag:
-        mean, std = (conversion.text(f"norm_{kind}_type", "None") for kind in ("mean", "std"))
-        if (mean, std) == ("group", "group"):
-            conversion.put("algorithm.name", "grpo", "norm_mean_type", "norm_std_type", "adv_estimator")
-        elif mean == "group":
-            conversion.put("algorithm.name", "reinforce_plus_plus_baseline", "norm_mean_type", "adv_estimator")
-    name = conversion.values.get("algorithm.name")
     if name in WHITENING and not conversion.switch("whiten_advantages"):
         conversion.take_back("algorithm.normalize_advantages", f"{name} always whitens advantages")
         reason = f"advantages are not whitened there, and {name} always whitens them. Set algorithm.name by hand"
@@ -46,20 +45,90 @@ def settle_algorithm(conversion: Conversion, kind: str) -> None:
             conversion.omit(flag, reason, by_hand=True)
 
 
-def _settle_normalization(conversion: Conversion) -> None:
-    """Compare episodes within their group if ROLL does. Other comparisons are left to the user."""
-    grouping = conversion.text("reward_normalization.grouping", "state")
-    method = conversion.text("reward_normalization.method", "identity")
-    names = [name for item in ("grouping", "method") if (name := f"reward_normalization.{item}") in conversion.flags]
-    if grouping == "traj_group_id" and method in ("mean_std", "mean"):
-        conversion.put("algorithm.name", "grpo", "adv_estimator", *names)
-        if method == "mean":
-            conversion.put("algorithm.grpo_std_normalization", False, "reward_normalization.method")
+NO_KIND = "off"
+KINDS = ("norm_mean_type", "norm_std_type")
+GROUPINGS = {"traj_group_id": "group", "batch": "batch"}
+METHODS = {"identity": (False, False), "mean": (True, False), "mean_std": (True, True)}
+"""Whether a method subtracts the mean and divides by the standard deviation."""
+
+
+def _kinds_of_responses(conversion: Conversion) -> tuple[str, str, list[str]]:
+    """The kinds of the mean and of the standard deviation, and the flags that they come from."""
+    mean, std = (conversion.text(name, NO_KIND) for name in KINDS)
+    names = [name for name in KINDS if name in conversion.flags]
+    if not names and "reward_norm" in conversion.flags:
+        both = conversion.text("reward_norm")
+        mean = NO_KIND if conversion.switch("reward_scale") else both
+        std = NO_KIND if conversion.switch("reward_shift") else both
+        names = [name for name in ("reward_norm", "reward_shift", "reward_scale") if name in conversion.flags]
+    elif not names and conversion.text("adv_estimator") == "grpo":
+        mean = std = "group"
+    return mean, std, names
+
+
+def _kinds_of_episodes(conversion: Conversion) -> tuple[str, str, list[str]]:
+    """The kinds of an agentic pipeline. A grouping or a method without a counterpart is left to the user."""
+    table = "reward_normalization."
+    if any(f"{table}{name}" in conversion.flags for name in KINDS):
+        mean, std = (conversion.text(f"{table}{name}", NO_KIND) for name in KINDS)
+        return mean, std, [f"{table}{name}" for name in KINDS if f"{table}{name}" in conversion.flags]
+    method, grouping = f"{table}method", f"{table}grouping"
+    names = [name for name in (grouping, method) if name in conversion.flags]
+    has = METHODS.get(conversion.text(method, "identity"))
+    place = GROUPINGS.get(conversion.text(grouping, "state"))
+    if has is None or (any(has) and place is None):
+        flag = conversion.flags[method if has is None or grouping not in conversion.flags else grouping]
         conversion.unlist(*names)
-    elif conversion.values.get("algorithm.name") == "grpo" or (method, grouping) != ("identity", "state"):
-        flag = conversion.flags[names[-1] if names else "adv_estimator"]
-        reason = f"rewards are normalized by {grouping} with {method} there; grpo compares the episodes of one start"
-        conversion.omit(flag, f"{reason}. Set algorithm.name by hand", by_hand=True)
+        reason = "algorithm.norm_mean_type and norm_std_type are group, batch, running or off. Set them by hand"
+        conversion.omit(flag, reason, by_hand=True)
+        return "group", "group", []
+    mean, std = (place or NO_KIND if part else NO_KIND for part in has)
+    return mean, std, names
+
+
+def _settle_normalization(conversion: Conversion, mean: str, std: str, names: list[str]) -> None:
+    """Set the kinds of normalization. They decide between the algorithms of one estimator."""
+    values = conversion.values
+    conversion.drop(*(f"algorithm.{name}" for name in KINDS))
+    conversion.unlist(*names)
+    source = names or ["the default of ROLL for the normalization of rewards"]
+    if values.get("algorithm.name") == "reinforce_plus_plus":
+        if (mean, std) == ("group", "group") or not conversion.switch("whiten_advantages"):
+            conversion.put("algorithm.name", "grpo", "adv_estimator", *names, "whiten_advantages")
+        elif (mean, std) == (NO_KIND, NO_KIND):
+            return
+    if values.get("algorithm.name") == "ppo" and (mean, std) == (NO_KIND, NO_KIND):
+        return
+    if values.get("algorithm.name") != "reinforce_plus_plus" and (mean, std) == ("group", NO_KIND):
+        conversion.put("algorithm.grpo_std_normalization", False, *source)
+    elif values.get("algorithm.name") in ("reinforce_plus_plus", "ppo") or (mean, std) != ("group", "group"):
+        for key, value in zip(KINDS, (mean, std), strict=True):
+            conversion.put(f"algorithm.{key}", value, *source)
+
+
+OF_TURNS = ("gigpo", "step_reinforce")
+
+
+def _settle_turns(conversion: Conversion) -> None:
+    """Set what estimators with rewards of turns read. Their discount is of turns, not of tokens."""
+    name, table = conversion.values["algorithm.name"], "reward_normalization."
+    method, names = conversion.text(f"{table}method", "identity"), [f"{table}grouping", f"{table}method"]
+    is_segment = conversion.text("adv_estimator") == "agentic_reinforce"
+    conversion.drop(*(f"algorithm.{key}" for key in KINDS))
+    discount = "gamma" if is_segment else "step_reward_gamma"
+    conversion.put_known("algorithm.turn_gamma", conversion.real(discount, 1.0 if is_segment else 0.95), discount)
+    if name == "gigpo" and method in ("mean", "mean_std"):
+        conversion.put("algorithm.grpo_std_normalization", method == "mean_std", f"{table}method")
+        conversion.unlist(*names)
+    elif method == "identity":
+        conversion.unlist(*names)
+        for item in names:
+            if item in conversion.flags:
+                conversion.omit(conversion.flags[item], f"{name} takes the rewards of turns as they are")
+    else:
+        conversion.unlist(f"{table}method")
+        reason = f"{name} does not normalize rewards so. Set algorithm.name by hand"
+        conversion.omit(conversion.flags[f"{table}method"], reason, by_hand=True)
 
 
 def settle_loss(conversion: Conversion) -> None:
@@ -80,13 +149,26 @@ def settle_loss(conversion: Conversion) -> None:
         length = int(values["rollout.max_response_len"])
         conversion.put("algorithm.calculate_per_token_loss", False, "loss_agg_mode")
         conversion.put("algorithm.fixed_length", length, "loss_agg_mode", "response_length")
+    _settle_masks(conversion)
     _settle_correction(conversion)
+
+
+def _settle_masks(conversion: Conversion) -> None:
+    """In ROLL a mask has bounds that leave out nothing, unless the file has others."""
+    if conversion.switch("difficulty_mask"):
+        for side, default in (("low", 0.0), ("high", 1.0)):
+            name = f"difficulty_{side}_threshold"
+            conversion.put_known(f"algorithm.{name}", conversion.real(name, default), name)
+    if not conversion.switch("error_max_len_clip"):
+        conversion.take_back("algorithm.error_max_len_threshold", "error_max_len_clip is off")
+    elif "error_max_len_threshold" not in conversion.flags:
+        conversion.omit(conversion.flags["error_max_len_clip"], "error_max_len_threshold is not in the file")
 
 
 def _settle_bounds(conversion: Conversion) -> None:
     """Set the bounds of the ratio. The variants cispo and tis have bounds of their own."""
     values, actor = conversion.values, "actor_train."
-    variant = conversion.text("pg_variant", conversion.text("actor_train.pg_variant"))
+    variant = conversion.text("pg_variant", conversion.text(f"{actor}pg_variant"))
     prefix = actor if any(name.startswith((f"{actor}cispo_", f"{actor}tis_")) for name in conversion.flags) else ""
     if variant == "cispo":
         for side, key in (("low", "algorithm.eps_clip"), ("high", "algorithm.eps_clip_high")):
@@ -129,8 +211,8 @@ def _settle_correction(conversion: Conversion) -> None:
         conversion.put_known("algorithm.tis_clip", conversion.real(names[2], 1.2), names[2])
         conversion.unlist(*names, f"{weight}detach")
     filters = sorted({name.split(".")[2] for name in conversion.flags if name.startswith(f"{CORRECTION}filters.")})
-    enabled = [place for place in filters if conversion.switch(f"{CORRECTION}filters.{place}.enabled")]
-    for place in enabled[:1]:
+    rules = [place for place in filters if conversion.switch(f"{CORRECTION}filters.{place}.enabled")]
+    for place in rules[:1]:
         rule = f"{CORRECTION}filters.{place}."
         level = conversion.text(f"{rule}agg_type", "token")
         has_ratio = f"{rule}ratio_enabled" not in conversion.flags or conversion.switch(f"{rule}ratio_enabled")

@@ -99,8 +99,7 @@ def settle_reward(conversion: Conversion) -> None:
         column = conversion.text(f"{TRAIN}data_args.tag", "tag")
         conversion.put("score.rm_options.column", column, "the tag of a row names its reward")
         conversion.put("score.rm_options.types", types, *sources)
-    named = dict.fromkeys(entry for entry in types.values() if isinstance(entry, str))
-    for kind in named:
+    for kind in dict.fromkeys(entry for entry in types.values() if isinstance(entry, str)):
         if kind in NOTES:
             conversion.ask_for("rollout.data", NOTES[kind], first=False)
     _settle_filters(conversion, list(domains))

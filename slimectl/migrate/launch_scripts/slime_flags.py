@@ -193,7 +193,7 @@ ALGORITHM = (
     Row("megatron-config-path", text="write its keys into [megatron] and [megatron.args]"),
     Row("eps-clip", "algorithm.eps_clip", default=0.2),
     Row("loss-type", "algorithm.name", "sft_loss is algorithm.name = sft",
-        choice(policy_loss="grpo", sft_loss="sft", custom_loss="grpo")),
+        choice(policy_loss="grpo", sft_loss="sft", custom_loss="grpo", topk_opd_loss="opd")),
     *namesakes("train", "custom-loss-function-path custom-advantage-function-path custom-tis-function-path "
                "custom-pg-loss-reducer-function-path", function_path),
     Row("kl-loss-type", "algorithm.kl_loss_type", convert=choice("k1 k2 k3 low_var_kl"), default="k1"),
@@ -223,11 +223,11 @@ DISTILLATION = (
     Row("opd-type", text="the teacher is a directory (opd_teacher_load) or servers (opd_teacher_url)"),
     *namesakes("algorithm", "opd-kl-coef opd-teacher-load"),
     Row("opd-teacher-loads", "algorithm.opd_teacher_load", "only one teacher is supported"),
-    Row("topk-level-opd", neutral=OFF, text="there is one teacher, asked about the sampled token. "
-        "Set algorithm.opd_teacher_load, or leave it out"),
+    Row("topk-level-opd", "algorithm.opd_divergence", "true is reverse_kl", Always("reverse_kl")),
+    Row("opd-top-k", "algorithm.opd_top_k"),
     Row("use-mopd", neutral=OFF, text="distils from several teachers. Here there is one: set algorithm.name = opd, and "
         "algorithm.opd_teacher_load or opd_teacher_url, by hand"),
-    Row("mopd-NAME opd-top-k", text="there is one teacher, of sampled tokens: algorithm.opd_kl_coef"),
+    Row("mopd-NAME", text="there is one teacher, of sampled tokens: algorithm.opd_kl_coef"),
     Row("opd-teacher-ckpt-step", text="convert that step with `slimectl convert` and set algorithm.opd_teacher_load"),
     Row("opd-teacher-timeout opd-teacher-retries", text="failed requests are repeated within engine.request_timeout_s"),
     Row("teacher-port teacher-warmup-port teacher-warmup-timeout-s teacher-sample-reduction-chunk-size "

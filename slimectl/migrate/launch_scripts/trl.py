@@ -33,7 +33,7 @@ DEFAULTS: Mapping[str, Defaults] = {
     "reward_model": {"learning_rate": ("train.lr", 1e-4), "max_length": ("rollout.max_context_len", 1024)},
     "ppo": {"learning_rate": ("train.lr", 5e-5), "kl_coef": ("algorithm.kl_coef", 0.05),
             "response_length": ("rollout.max_response_len", 53), "temperature": ("rollout.temperature", 0.7),
-            "num_generations": ("rollout.n_samples_per_prompt", 1)},
+            "num_generations": ("rollout.n_samples_per_prompt", 1), "num_ppo_epochs": ("train.ppo_epochs", 4)},
 }  # fmt: skip
 """Defaults of each trainer by argument: TRL 1.16.0, for ppo 0.24.0."""
 ASYNCHRONOUS: Defaults = {
@@ -51,7 +51,6 @@ LISTED: Mapping[str, Mapping[str, str]] = {
         "truncation_mode": CUT,
     },
     "dpo": {"truncation_mode": CUT},
-    "ppo": {"num_ppo_epochs": "TRL trains on every round 4 times, slimectl once"},
 }
 """Defaults of each trainer that settings cannot express."""
 ADAPTERS = {"LoraConfig": (8, 8), "get_peft_model": (16, 16)}
@@ -85,6 +84,8 @@ def settle(conversion: Conversion) -> None:
             conversion.note_default(argument, None, reason)
     if name not in ROWS and (is_named or conversion.flags.keys() & SAMPLING):
         settle_rewards(conversion)
+    if conversion.text("multi_objective_aggregation") == "normalize_then_sum":
+        conversion.put("algorithm.name", "gdpo", "multi_objective_aggregation")
     if not is_named:
         require_algorithm(conversion)
 

@@ -11,7 +11,6 @@ from slimectl.migrate.launch_scripts.values import (
     NOT_TRUNCATED,
     OBJECTIVE,
     OFF,
-    REUSE,
     Always,
     choice,
     integer,
@@ -112,7 +111,8 @@ ALGORITHM = (
     Row("reward_clip_range vf_coef num_mini_batches whiten_rewards missing_eos_penalty stop_token "
         "local_rollout_forward_batch_size sft_model_path num_sample_generations",
         text="has no counterpart in rloo and ppo here: clip rewards in your own function (score.custom_rm_path)"),
-    Row("num_iterations num_ppo_epochs", text=REUSE, neutral="1"),
+    Row("num_iterations num_ppo_epochs", "train.ppo_epochs"),
+    Row("multi_objective_aggregation", "algorithm.name", "normalize_then_sum is gdpo"),
     Row("top_entropy_quantile", text=LOSS, neutral="1 1.0"),
     Row("off_policy_mask_threshold mtp_enabled", text=LOSS, neutral=OFF),
     Row("epsilon", "algorithm.eps_clip", default=0.2),
@@ -130,7 +130,7 @@ ALGORITHM = (
     Row("mask_truncated_completions", "rollout.sample_filter_path", convert=Always(NOT_TRUNCATED)),
     Row("sync_ref_model ref_model_mixup_alpha", text="algorithm.ref_update_interval renews the reference"),
     Row("ref_model_sync_steps", "algorithm.ref_update_interval", "with sync_ref_model"),
-    Row("multi_objective_aggregation vespo_k_pos vespo_k_neg "
+    Row("vespo_k_pos vespo_k_neg "
         "vespo_lambda_pos vespo_lambda_neg f_divergence_type f_alpha_divergence_coef ld_alpha loss_weights "
         "discopop_tau use_weighting rpo_alpha center_rewards_coefficient precompute_ref_log_probs "
         "precompute_ref_batch_size average_tokens_across_devices label_smoothing_factor neftune_noise_alpha",

@@ -61,6 +61,7 @@ def settle(conversion: Conversion) -> None:
     conversion.put_default("algorithm.adv_estimator", "algorithm.name", "ppo")
     _settle_algorithm(conversion)
     _settle_loss(conversion)
+    _settle_components(conversion)
     _settle_sizes(conversion)
     _settle_correction(conversion)
     _settle_teacher(conversion)
@@ -162,6 +163,21 @@ def _settle_loss(conversion: Conversion) -> None:
     is_open = not {f"{ACTOR}clip_ratio_high", f"{ACTOR}clip_ratio"} & conversion.flags.keys()
     if is_open and (own_bounds or "algorithm.eps_clip" in values):
         conversion.put("algorithm.eps_clip_high", 0.2, "the default of verl for actor.clip_ratio_high")
+
+
+def _settle_components(conversion: Conversion) -> None:
+    """GDPO's components with their weights, which are two lists in verl."""
+    keys, weights = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
+    conversion.drop("algorithm.gdpo_weights")
+    if keys in conversion.flags and not conversion.is_unknown(keys, weights):
+        names = conversion.flags[keys].texts
+        numbers = conversion.flags[weights].texts if weights in conversion.flags else ["1.0"] * len(names)
+        if len(numbers) == len(names):
+            table = {name: float(number) for name, number in zip(names, numbers, strict=True)}
+            conversion.put("algorithm.gdpo_weights", table, keys, weights)
+        else:
+            reason = f"has {len(numbers)} weights for {len(names)} rewards. Set algorithm.gdpo_weights by hand"
+            conversion.omit(conversion.flags[weights], reason, by_hand=True)
 
 
 def _settle_teacher(conversion: Conversion) -> None:

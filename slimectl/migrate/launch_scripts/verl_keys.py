@@ -7,7 +7,6 @@ from slimectl.migrate.launch_scripts.values import (
     KERNELS,
     LOSS,
     OFF,
-    REUSE,
     Always,
     above_one,
     ahead,
@@ -112,7 +111,7 @@ POLICY = (
              "clip_ratio_high=algorithm.eps_clip_high entropy_coeff=algorithm.entropy_coef "
              "kl_loss_coef=algorithm.kl_loss_coef", flag=ACTOR),
     Row(f"{ACTOR}loss_scale_factor", "algorithm.fixed_length", "with loss_agg_mode = seq-mean-token-sum-norm"),
-    Row(f"{ACTOR}ppo_epochs", text=REUSE, neutral="1"),
+    Row(f"{ACTOR}ppo_epochs", "train.ppo_epochs"),
     Row(f"{ACTOR}use_gpg_loss", text=LOSS, neutral=OFF),
     Row(f"{ACTOR}shuffle {ACTOR}data_loader_seed", text="samples are dealt to steps in their order"),
     Row(f"{ACTOR}clip_ratio_low {ACTOR}clip_ratio", "algorithm.eps_clip", default=0.2),
@@ -225,7 +224,7 @@ ENGINE = (
 )  # fmt: skip
 ALGORITHM = (
     Row("algorithm.adv_estimator", "algorithm.name", "gae is ppo",
-        choice("grpo rloo opo reinforce_plus_plus reinforce_plus_plus_baseline", gae="ppo", grpo_vectorized="grpo",
+        choice("grpo rloo opo reinforce_plus_plus reinforce_plus_plus_baseline gdpo", gae="ppo", grpo_vectorized="grpo",
             rloo_vectorized="rloo")),
     *renamed("gamma=algorithm.gamma kl_ctrl.kl_coef=algorithm.kl_coef "
              "rollout_is_threshold_lower=algorithm.tis_clip_low "
@@ -233,6 +232,7 @@ ALGORITHM = (
              "rollout_correction.rollout_token_veto_threshold=algorithm.tis_veto", flag="algorithm."),
     Row("algorithm.lam", "algorithm.lambd", default=1.0),
     Row("algorithm.norm_adv_by_std_in_grpo", "algorithm.grpo_std_normalization", convert=on),
+    Row("algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights", "algorithm.gdpo_weights", "a table of both"),
     Row("algorithm.use_kl_in_reward", "algorithm.kl_coef", "a coefficient above 0 switches it on"),
     Row("algorithm.kl_penalty", text="the divergence in the reward is k1; in the loss algorithm.kl_loss_type"),
     Row("algorithm.kl_ctrl.type algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl",
