@@ -93,8 +93,8 @@ def samples_facts(path: Path, rows: int) -> tuple[dict[str, Any], list[dict[str,
         if math.isfinite(reward := reward_number(sample.reward)):
             rewards.append(reward)
         parts.add(sample.reward, prompt=sample.group_index)
-    facts = {"samples": count, "prompts": len(prompts), "mean_reward": fmean(rewards) if rewards else None}
-    return facts | ({"mean_components": means} if (means := parts.means()) else {}), first
+    summary = {"samples": count, "prompts": len(prompts), "mean_reward": fmean(rewards) if rewards else None}
+    return summary | ({"mean_components": means} if (means := parts.means()) else {}), first
 
 
 def show_samples(path: Path, selection: Selection) -> None:

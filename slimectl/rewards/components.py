@@ -55,8 +55,8 @@ class ComponentValues:
 
         A component of one prompt is a criterion of its own rubric, of which there may be any number.
         """
-        enough = min(2, len(self._all_prompts))
-        return {name: self._values[name] for name in sorted(self._values) if len(self._prompts[name]) >= enough}
+        min_prompts = min(2, len(self._all_prompts))
+        return {name: self._values[name] for name in sorted(self._values) if len(self._prompts[name]) >= min_prompts}
 
     def means(self) -> dict[str, float]:
         """Return the mean of each of these components."""

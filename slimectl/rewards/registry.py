@@ -281,8 +281,8 @@ def _typed(location: str, rm_type: str, options: dict[str, Any]) -> Verifier:
         return verifier(rm_type, **options)
     except SettingsError as error:
         message = re.sub(r"score\.rm_(?:options|type)", location, str(error), count=1)
-        own = rm_type.removeprefix(BOXED) not in VERIFIERS and re.search("[:.]", rm_type)
-        hint = f". For your own function write path = {rm_type!r} instead of type." if own else ""
+        is_path = rm_type.removeprefix(BOXED) not in VERIFIERS and re.search("[:.]", rm_type)
+        hint = f". For your own function write path = {rm_type!r} instead of type." if is_path else ""
         raise SettingsError(message + hint) from None
 
 
@@ -372,8 +372,8 @@ def _with_current_names(verifier_type: type[Verifier], options: dict[str, Any]) 
     for old, value in options.items():
         option = verifier_type.ALIASES.get(old, old)
         if option in renamed:
-            both = " and ".join(name for name in options if verifier_type.ALIASES.get(name, name) == option)
-            raise SettingsError(f"score.rm_options: {both} are the same option. Give only {option}.")
+            spellings = " and ".join(name for name in options if verifier_type.ALIASES.get(name, name) == option)
+            raise SettingsError(f"score.rm_options: {spellings} are the same option. Give only {option}.")
         # `tries` also counted the first request.
         renamed[option] = value - 1 if (old, option) == ("tries", "max_retries") and isinstance(value, int) else value
     return renamed

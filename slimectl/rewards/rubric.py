@@ -102,14 +102,14 @@ class Rubric(Judge):
 
     def criteria_of(self, sample: Sample) -> list[Criterion]:
         """Return the criteria of the options and of a sample's row. Raises RecordError for an invalid rubric."""
-        own = {**sample.metadata, **sample.extra}.get(self.column)
-        if own is None and not self.criteria:
+        row_criteria = {**sample.metadata, **sample.extra}.get(self.column)
+        if row_criteria is None and not self.criteria:
             raise RecordError(
                 f"sample {sample.index}: {self.column}: missing, and score.rm_options has no criteria. Give the row a "
                 f"list of {{criterion, points}} there, or in its metadata"
             )
         try:
-            criteria = _criteria([*self.criteria, *_as_list(own)])
+            criteria = _criteria([*self.criteria, *_as_list(row_criteria)])
             if not any(criterion.points > 0 for criterion in criteria):
                 raise ValueError(": no criterion has points above 0. Give one to what the response should have")
         except ValueError as error:
@@ -123,18 +123,18 @@ class Rubric(Judge):
         if self.mode == "each":
             questions = [self.question(sample, criterion=criterion.text) for criterion in criteria]
             replies = await asyncio.gather(*(self._verdict(question, http) for question in questions))
-            found = [verdict for verdict, _ in replies]
+            judged = [verdict for verdict, _ in replies]
             reasons = [self._reason(*reply) for reply in replies]
         else:
             listed = "\n".join(f"Criterion {n}: {criterion.text}" for n, criterion in enumerate(criteria, 1))
-            found = await self._verdicts(self.question(sample, criteria=listed), len(criteria), http)
-            reasons = ["no verdict in the judge's reply" if verdict is None else "" for verdict in found]
-        verdicts = [self.default_score if verdict is None else verdict for verdict in found]
-        shown = [
+            judged = await self._verdicts(self.question(sample, criteria=listed), len(criteria), http)
+            reasons = ["no verdict in the judge's reply" if verdict is None else "" for verdict in judged]
+        verdicts = [self.default_score if verdict is None else verdict for verdict in judged]
+        reasons_by_name = [
             f"{criterion.points:g} x {criterion.name} {verdict:g}{f' ({reason})' if reason else ''}"
             for criterion, verdict, reason in zip(criteria, verdicts, reasons, strict=True)
         ]
-        return Grade(_reward(criteria, verdicts), "response", "; ".join(shown), answer.text, answer.span)
+        return Grade(_reward(criteria, verdicts), "response", "; ".join(reasons_by_name), answer.text, answer.span)
 
     async def _verdicts(self, question: str, count: int, http: HttpClient) -> list[float | None]:
         """Return the verdicts of one reply on all criteria, from the first reply that has each, or the last one."""
@@ -169,21 +169,21 @@ def _as_list(entries: Any) -> list[Any]:
 def _criteria(entries: Sequence[Any]) -> list[Criterion]:
     """Return the criteria of a rubric, each with a name of its own. Raises ValueError that begins with the place."""
     criteria: list[Criterion] = []
-    taken = {TOTAL}
+    names = {TOTAL}
     for place, entry in enumerate(entries):
-        given: Mapping[str, Any] = entry if isinstance(entry, dict) else {"criterion": entry}
-        title, text = given.get("title"), given.get("criterion", given.get("description", given.get("title")))
-        points = given.get("points", given.get("weight", 1.0))
+        columns: Mapping[str, Any] = entry if isinstance(entry, dict) else {"criterion": entry}
+        title, text = columns.get("title"), columns.get("criterion", columns.get("description", columns.get("title")))
+        points = columns.get("points", columns.get("weight", 1.0))
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"[{place}]: {str(entry)[:60]!r} has no text. Give it a criterion or a description")
         if isinstance(points, bool) or not is_number(points):
             raise ValueError(f"[{place}].points: {points!r} is not a finite number")
-        words = " ".join(str(title or text).split())
-        name = first = words if len(words) <= NAMED else f"{words[: NAMED - 1]}…"
+        label = " ".join(str(title or text).split())
+        name = first = label if len(label) <= NAMED else f"{label[: NAMED - 1]}…"
         number = 1
-        while name in taken:
+        while name in names:
             number += 1
             name = f"{first} {number}"
-        taken.add(name)
+        names.add(name)
         criteria.append(Criterion(name, text, float(points)))
     return criteria
