@@ -109,10 +109,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let collections of garbage look at what tests make, not at all that was imported: 0.02 s each, not 0.5 s."""
-    gc.enable()
-    gc.collect()
+    """Let collections of garbage look at what tests make, not at all that was imported: 0.02 s each, not 0.5 s.
+
+    They come once in 10,000 new objects instead of 700. Tests import more, and a run in this process unfreezes all.
+    """
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

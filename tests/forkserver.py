@@ -342,6 +342,7 @@ def serve(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     gc.disable()  # collections would look at the objects of all modules, again and again
     preload()
     gc.freeze()  # a collection in a child would copy the pages of all these objects
+    gc.set_threshold(10_000, 10, 10)  # as in tests/conftest.py
     gc.enable()
     collapse_pages()
     reports: dict[int, int] = {}
