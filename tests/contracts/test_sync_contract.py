@@ -68,17 +68,20 @@ class Held:
         return consumer(self.weights())
 
 
-@pytest.fixture(scope="module", params=["one process", "two ranks"])
-def policy(request: pytest.FixtureRequest, model_dir: ModelDir) -> Iterator[Policy]:
+@pytest.fixture(scope="module")
+def policies(model_dir: ModelDir) -> Iterator[dict[str, Policy]]:
+    """A policy in one process, and one over two ranks, which take all steps of this module."""
     build = partial(alone, model_dir())
-    if request.param == "one process":
-        yield build()
-        return
     executor = LocalExecutor()
     group = DistributedPolicy(executor, build, ranks=2)
-    yield group
+    yield {"one process": build(), "two ranks": group}
     group.close()
     executor.close()
+
+
+@pytest.fixture(params=["one process", "two ranks"])
+def policy(request: pytest.FixtureRequest, policies: dict[str, Policy]) -> Policy:
+    return policies[request.param]
 
 
 @pytest.fixture(params=serving.SERVERS)
