@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -342,7 +343,7 @@ def takes_url(rm_type: str) -> bool:
 def _validate_options(name: str, verifier_type: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Options with current names, validated against the verifier's fields. Raises SettingsError."""
     options = _with_current_names(verifier_type, options)
-    kinds = {field.name: get_type_hints(verifier_type)[field.name] for field in fields(verifier_type)}
+    kinds = _kinds(verifier_type)
     for option, value in options.items():
         location = f"score.rm_options.{option}"
         if option not in kinds:
@@ -359,6 +360,13 @@ def _validate_options(name: str, verifier_type: Any, options: dict[str, Any]) ->
         if field.name not in options and field.default is MISSING and field.default_factory is MISSING:
             raise SettingsError(f"score.rm_options.{field.name}: missing, and {name} needs it")
     return options
+
+
+@functools.cache
+def _kinds(verifier_type: Any) -> dict[str, Any]:
+    """The type of each option of a verifier."""
+    hints = get_type_hints(verifier_type)
+    return {field.name: hints[field.name] for field in fields(verifier_type)}
 
 
 def _kind(annotation: Any) -> str:
