@@ -169,7 +169,16 @@ class Grader:
         if score.rm and score.rm_type:
             raise SettingsError("score.rm and score.rm_type cannot be combined. Make the type a part of the sum.")
         parts = [self._with_server_url(part, str(part.get("type"))) for part in score.rm]
-        return weighted(parts, load=self._load, skip_none=score.none_reward == "skip") if parts else None
+        if not parts:
+            return None
+        reward = weighted(parts, load=self._load, skip_none=score.none_reward == "skip")
+        names = [part.name for part in reward.parts]
+        if unknown := set(getattr(self.settings.algorithm, "gdpo_weights", {})) - set(names):
+            raise SettingsError(
+                f"algorithm.gdpo_weights.{min(unknown)}: no part of score.rm has this name ({', '.join(names)}). Use one of "
+                f"them, or drop algorithm.gdpo_weights"
+            )
+        return reward
 
     def __reduce__(self) -> tuple[Callable[[bytes], Grader], tuple[bytes]]:
         return _grader, (self._pickled,)

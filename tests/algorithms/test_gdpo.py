@@ -14,6 +14,7 @@ from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
 from slimectl.settings.rollout_algorithms import Gdpo
 from slimectl.stages.filters import nonzero_std
+from slimectl.stages.grader import Grader
 from slimectl.stages.hooks import NO_HOOKS
 from slimectl.stages.signal import missing_signal
 from slimectl.stages.training_batch import build_policy_batch
@@ -147,6 +148,12 @@ def test_the_parts_of_a_sum_are_the_components():
     rewards = [{"score": 1.0, "exact": 1.0, "short": 0.0}, {"score": -0.5, "exact": 0.0, "short": 1.0}]
     batch, _ = build_policy_batch([sample(i, reward) for i, reward in enumerate(rewards)], given.algorithm, given.score)
     assert batch.components == {"exact": [1.0, 0.0], "short": [0.0, 1.0]}
+
+
+def test_a_weight_of_a_part_that_the_sum_lacks_is_refused_before_the_run():
+    given = settings('score.rm=[{type = "exact", name = "right"}]')
+    with pytest.raises(SettingsError, match=r"algorithm\.gdpo_weights\.short: no part of score\.rm .*\(right\)"):
+        Grader(given)
 
 
 @pytest.mark.parametrize(
