@@ -175,8 +175,8 @@ class Grader:
         names = [part.name for part in reward.parts]
         if unknown := set(getattr(self.settings.algorithm, "gdpo_weights", {})) - set(names):
             raise SettingsError(
-                f"algorithm.gdpo_weights.{min(unknown)}: no part of score.rm has this name ({', '.join(names)}). Use one of "
-                f"them, or drop algorithm.gdpo_weights"
+                f"algorithm.gdpo_weights.{min(unknown)}: no part of score.rm has this name ({', '.join(names)}). "
+                f"Use one of them, or drop algorithm.gdpo_weights"
             )
         return reward
 
