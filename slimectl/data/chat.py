@@ -206,7 +206,7 @@ class Conversation:
         if self.turns and params.seed is not None:
             params = dataclasses.replace(params, seed=(params.seed + self.turns) % (1 << 63))
         answer = await self._generate(self.sample.tokens, params)
-        if len(self._entries) == self.turns:
+        if len(self._entries) <= self.turns:  # an interrupted turn has one already
             self._entries.append({"start": self.sample.response_length, "end": 0, "reward": 0.0})
         self.sample.append_response_tokens(answer.tokens, log_probs=answer.log_probs, text=answer.text)
         self._entries[-1]["end"] = self.sample.response_length

@@ -30,7 +30,7 @@ from slimectl.data.checks import (
 )
 from slimectl.data.json_values import jsonable
 from slimectl.data.routed_experts import a_routing, routed_tokens
-from slimectl.data.turn_rewards import checked_turn_rewards
+from slimectl.data.turn_rewards import checked_turn_rewards, last_token
 from slimectl.errors import RecordError
 from slimectl.types import PrefixCacheCounts, Sample, SamplerState, SpeculationCounts, Status
 
@@ -158,6 +158,8 @@ def _check_lengths(sample: Sample) -> None:
         values = getattr(sample, name)
         if values is not None and len(values) != count:
             raise RecordError(f"Sample.{name}: {len(values)} values for {count} response tokens")
+    if sample.turn_rewards and (end := last_token(sample.turn_rewards)) > count:
+        raise RecordError(f"Sample.turn_rewards: a turn ends at token {end}, but the response has {count} tokens")
     if routed_tokens(sample.rollout_routed_experts) > max(0, len(sample.tokens) - 1):
         raise RecordError(
             f"Sample.rollout_routed_experts: has experts for {routed_tokens(sample.rollout_routed_experts)} tokens, "

@@ -52,6 +52,11 @@ def _check_number(value: Any, place: str) -> None:
         raise ValueError(f"{place}: reward: {error}") from None
 
 
+def last_token(entries: Iterable[Any]) -> int:
+    """Return the last end of a turn that entries of Sample.turn_rewards name, or 0 if they name none."""
+    return max((entry.get("end", 0) for entry in entries if isinstance(entry, Mapping)), default=0)
+
+
 def numbered_turns(samples: Iterable[Sample]) -> Iterator[tuple[Sample, list[tuple[TurnKey, Mapping[str, Any]]]]]:
     """Yield every sample with the keys and entries of its turns. Numbers become entries with a reward.
 

@@ -51,6 +51,14 @@ def check_runnable(settings: Settings) -> None:
             f"rollout.n_samples_per_prompt: 1 gives groups of one, and {settings.algorithm.name} compares the "
             f"responses to a prompt with each other. Sample at least 2."
         )
+    functions = settings.rollout.function_path, settings.score.custom_rm_path, settings.score.allow_paths_in_records
+    gives_turn_rewards = settings.has_agent or any(functions)
+    if Need.TURN_REWARDS in settings.algorithm.needs and not gives_turn_rewards:
+        raise SettingsError(
+            f"algorithm.name: {settings.algorithm.name} needs a reward for each turn, and no environment, agent or "
+            f"function gives one. Set rollout.env, rollout.agent, rollout.custom_generate_function_path or "
+            f"score.custom_rm_path."
+        )
     if (setting := settings.train.needs_total_steps) and not settings.run.num_rollout:
         raise SettingsError(f"{setting} needs a number of steps. Set run.num_rollout or train.lr_decay_iters.")
 

@@ -155,6 +155,15 @@ def test_a_group_of_one(workshop: Workshop):
     assert line.startswith("rollout.n_samples_per_prompt: 1 gives groups of one")
 
 
+def test_turns_without_rewards(workshop: Workshop):
+    name = samples_file(workshop, *({**SAMPLE, "index": i, "reward": float(i)} for i in range(2)))
+    line = refused(workshop, "train", name, "-c", "slimectl.toml", "-s", "algorithm.name=turn_grpo", code=3)
+    assert line.startswith("sample 0: no turn_rewards, which turn_grpo needs. Sample from an environment")
+    verifier = ["-s", "score.custom_rm_path=none", "-s", "score.rm_type=exact"]
+    line = refused(workshop, "run", "-s", "algorithm.name=turn_grpo", *verifier, code=2)
+    assert line.startswith("algorithm.name: turn_grpo needs a reward for each turn, and no environment, agent or")
+
+
 def test_a_prompt_longer_than_the_context_is_left_out_and_named(workshop: Workshop):
     long, short = {"prompt": "x" * 300}, {"prompt": "say"}
     reason = "300 tokens leave no room for a response in a context of 256"

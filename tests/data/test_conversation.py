@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slimectl.checkpoints.create import CHATML, byte_tokenizer
-from slimectl.data.chat import Conversation, following, render
+from slimectl.data.chat import BROKEN_OFF, Conversation, following, render
 from slimectl.data.records import sample_from_json, sample_to_json
 from slimectl.data.turn_rewards import policy_turns
 from slimectl.errors import SettingsError
@@ -253,3 +253,13 @@ def test_rewards_of_turns_survive_an_interruption():
     turns = sample.turn_rewards or []
     assert [turn["reward"] for turn in turns] == [0.5, 1.0]
     assert [(turn["start"], turn["end"]) for turn in turns] == policy_turns(sample)
+
+
+def test_a_sample_that_was_interrupted_before_turns_had_rewards_goes_on():
+    text = tokenizer()
+    sample = Sample(tokens=[1, 65, 66], response_length=2, loss_mask=[1, 1], rollout_log_probs=[-1.0, -1.0],
+                    metadata={BROKEN_OFF: [1, "B"]})  # fmt: skip
+    talk = Conversation(sample, text, Scripted(text, "b"), SamplingParams(max_tokens=50))
+    assert asyncio.run(talk.ask()) == "Bb"
+    talk.reward(1.0)
+    assert [turn["reward"] for turn in sample.turn_rewards or []] == [1.0]

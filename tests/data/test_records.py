@@ -99,6 +99,11 @@ def test_one_edit(a: str, b: str, apart: bool):
         ({"label": True}, "Sample.label: expected a string or a number, got true. Put anything else into metadata"),
         ({"prompt": [{"content": "hi"}]}, "Sample.prompt: message 0 of the chat: expected {role, content}, got an"),
         ({"metadata": []}, "Sample.metadata: expected an object, got a list"),
+        ({"turn_rewards": [0.5, "a"]}, "Sample.turn_rewards: turn 1: got str, expected a number, or an object with"),
+        (
+            {"turn_rewards": [1, {"reward": 1, "start": 1, "end": 3}]},
+            "Sample.turn_rewards: a turn ends at token 3, but the response has 2 tokens",
+        ),
         ({"remove_sample": 1}, "Sample.remove_sample: expected true or false, got 1"),
     ],
 )
