@@ -57,8 +57,7 @@ class DifficultyPools:
 
     def draw(self, number: int, order: Sequence[int]) -> int | None:
         """Return the row of this draw, or None if all are retired. `order` has the numbers of all rows."""
-        again = number in self._again
-        row = self._again.pop(number) if again else self._next(number, order)
+        row = self._again.pop(number) if number in self._again else self._next(number, order)
         if row is not None:
             self._drawn[number] = row
         return row
@@ -95,8 +94,7 @@ class DifficultyPools:
     def skip(self, number: int) -> None:
         """Do not draw the row of this draw again, because its prompt does not fit the model."""
         row = self._drawn.pop(number, None)
-        for again in [each for each, other in self._drawn.items() if other == row]:
-            del self._drawn[again]
+        self._drawn = {draw: another for draw, another in self._drawn.items() if another != row}
 
     def _is_retired(self, row: int) -> bool:
         limit = self._options.retire_after

@@ -77,7 +77,7 @@ def domain_tables(table: Table, options: PromptOptions) -> list[Table]:
     Raises SettingsError for a domain without rows, RecordError for a row that cannot be read.
     """
     numbers = {domain: array("Q") for domain in options.domain_weights}
-    others: Counter[str] = Counter()
+    unweighted: Counter[str] = Counter()
     for number, (location, value) in enumerate(table.scan()):
         if isinstance(value, Prompt):
             row, metadata = value.extra, value.metadata
@@ -89,17 +89,17 @@ def domain_tables(table: Table, options: PromptOptions) -> list[Table]:
         if domain in numbers:
             numbers[domain].append(number)
         else:
-            others[domain] += 1
+            unweighted[domain] += 1
     for domain, rows in numbers.items():
         if not rows:
-            found = ", ".join(sorted({*others, *(name for name, some in numbers.items() if some)})[:8])
+            found = ", ".join(sorted({*unweighted, *(name for name, found_rows in numbers.items() if found_rows)})[:8])
             raise SettingsError(
                 f"rollout.domain_weights: no row has the domain {domain} in {options.domain_key!r}, only: {found}. Set "
                 f"rollout.domain_key to the column of the domain, or drop the weight."
             )
-    if others:
-        names = ", ".join(sorted(others)[:8])
-        logger.warning(f"rollout.domain_weights: {others.total()} rows of other domains are left out ({names})")
+    if unweighted:
+        names = ", ".join(sorted(unweighted)[:8])
+        logger.warning(f"rollout.domain_weights: {unweighted.total()} rows of other domains are left out ({names})")
     return [Selected(table, rows) for rows in numbers.values()]
 
 

@@ -257,9 +257,9 @@ def _order_contradictions(rollout: RolloutSettings) -> Iterator[str]:
         "rollout.easy_threshold, hard_threshold or retire_after": rollout.uses_pools,
         "rollout.data_source_path": rollout.data_source_path,
     }
-    chosen = [name for name, value in orders.items() if value]
-    if len(chosen) > 1:
-        yield f"{chosen[0]} and {chosen[1]} cannot be combined: both decide which prompt comes next. Drop one."
+    names = [name for name, value in orders.items() if value]
+    if len(names) > 1:
+        yield f"{names[0]} and {names[1]} cannot be combined: both decide which prompt comes next. Drop one."
     if rollout.uses_pools and rollout.function_path:
         yield (
             "rollout.function_path and rollout.easy_threshold, hard_threshold or retire_after cannot be combined: "

@@ -167,8 +167,6 @@ DEPENDENCIES = (
                "without an environment. Set rollout.env"),
     Dependency("rollout", ("mask_offpolicy_in_partial_rollout",), ("rollout.partial_rollout",),
                lambda s: s.rollout.partial_rollout, "without rollout.partial_rollout = true. Set that"),
-    Dependency("rollout", ("domain_key",), ("rollout.domain_weights",), lambda s: bool(s.rollout.domain_weights),
-               "without rollout.domain_weights. Set those"),
     Dependency("rollout", ("easy_fraction",), ("rollout.easy_threshold",),
                lambda s: s.rollout.easy_threshold is not None, "without rollout.easy_threshold. Set that"),
     Dependency("rollout", ("hard_fraction",), ("rollout.hard_threshold",),

@@ -26,9 +26,6 @@ class RolloutSettings(Section):
     """Sampling weight of each domain, e.g. {math = 0.6, code = 0.4}. Rows of other domains are left out. Empty: rows in
     their order."""
 
-    domain_key: str = "domain"
-    """Column, or key in the metadata, that names the domain of a row."""
-
     easy_threshold: Annotated[float, Field(gt=0, le=1)] | None = None
     """Difficulty pools of a run: a prompt is easy if at least this share of its last responses succeeded
     (eval.success_threshold). Default: none is easy."""
@@ -57,7 +54,8 @@ class RolloutSettings(Section):
     """Column of the metadata."""
 
     domain_key: str = "domain"
-    """Column, or key of the metadata, with the domain of a prompt. algorithm.opd_teachers chooses teachers by it."""
+    """Column, or key of the metadata, with the domain of a prompt. domain_weights mix prompts by it, and
+    algorithm.opd_teachers chooses teachers by it."""
 
     tool_key: str = "tools"
     """Column of the tool schemas."""

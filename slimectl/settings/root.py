@@ -157,9 +157,14 @@ class Settings(Section):
         """Whether all remaining rollouts of a round make one step."""
         return self.train.global_batch_size is None and self.train.num_steps_per_rollout is None
 
+    @property
+    def epochs_per_round(self) -> int:
+        """Passes over the rollouts of a round. Demonstrations, those of the warm-up too, are passed over once."""
+        return self.train.ppo_epochs if self.algorithm.trains_on == "rollouts" else 1
+
     def steps_of(self, rollouts: int) -> int:
         """Return the number of optimizer steps for all rollouts of a run. The last step may be smaller.
 
         Steps may span rounds, so `rollouts` counts all rounds together.
         """
-        return -(-rollouts // self.rollouts_per_step) * self.train.ppo_epochs
+        return -(-rollouts // self.rollouts_per_step) * self.epochs_per_round

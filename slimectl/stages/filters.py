@@ -1,12 +1,17 @@
-"""Filters of groups and samples, for rollout.dynamic_sampling_filter_path and rollout.sample_filter_path."""
+"""Filters of groups and samples: two to be named in settings, and the masks that [algorithm] switches on."""
 
 from __future__ import annotations
 
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
-from slimectl.algorithms.baselines import has_signal
+from slimectl.algorithms.baselines import attempt_rewards, has_signal
+from slimectl.settings.policy_gradient import PolicyGradient
 from slimectl.stages.score import component_columns, component_weights, reward_number
-from slimectl.types import Sample, Status
+from slimectl.types import Metrics, Sample, Status
+
+if TYPE_CHECKING:
+    from slimectl.algorithms.estimators import TrainingBatch
 
 
 def nonzero_std(args: Any, samples: list[Sample]) -> tuple[bool, str]:
@@ -28,3 +33,32 @@ def leave_out_truncated(args: Any, data: list[list[Sample]]) -> None:
     for group in data:
         for sample in group:
             sample.remove_sample |= sample.status == Status.TRUNCATED
+
+
+def mask_samples(batch: TrainingBatch, algorithm: PolicyGradient, success_threshold: float) -> Metrics:
+    """Set the loss mask of excluded responses to 0, and return the share of rows that each mask excludes.
+
+    Excluded responses have already been compared with the others, so the baselines of their groups do not change. They
+    count in the size of a step like every fully masked row (algorithms/reductions.py).
+    """
+    samples, rewards = batch.row_samples, [row.reward or 0.0 for row in batch.rows]
+    excluded: dict[str, list[bool]] = {}
+    if algorithm.max_len_mask:
+        excluded["max_len"] = [sample.status is Status.TRUNCATED for sample in samples]
+    if algorithm.difficulty_mask:
+        by_group: dict[int, list[float]] = {}
+        for (group, _), reward in attempt_rewards(samples, rewards).items():
+            by_group.setdefault(group, []).append(reward)
+        low, high = algorithm.difficulty_low_threshold, algorithm.difficulty_high_threshold
+        # A single response does not tell how difficult its prompt is.
+        outside = {group for group, scores in by_group.items() if len(scores) > 1 and not low < fmean(scores) < high}
+        excluded["difficulty"] = [sample.group_index in outside for sample in samples]
+    if (limit := algorithm.error_max_len_threshold) is not None:
+        excluded["error_len"] = [
+            reward < success_threshold and sample.response_length >= limit
+            for sample, reward in zip(samples, rewards, strict=True)
+        ]
+    for row, *masks in zip(batch.rows, *excluded.values(), strict=True):
+        if any(masks):
+            row.loss_weights = [0.0] * row.response_length
+    return {f"rollout/masked/{name}": fmean(masks) for name, masks in excluded.items() if masks}

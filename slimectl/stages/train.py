@@ -111,7 +111,7 @@ def train_batches(
             report = _step_report(step, models, settings, hooks, state, place=(i, epoch))
             report.sampling = sampling
             report.metrics.pop("rollout/entropy", None)  # the policy has changed since the round was sampled
-            report.last_step_of_round = epoch == settings.train.ppo_epochs
+            report.last_step_of_round = epoch == settings.epochs_per_round
             if report.last_step_of_round:
                 report.timings |= _round_timings(models)
             yield report
@@ -131,7 +131,7 @@ def _train_batch(
         waiting = [row for _, row in state.pending]
         minibatches = list(_take_minibatches(state, settings))
         # With several steps the policy changes before the last row is used.
-        several_steps = len(minibatches) * settings.train.ppo_epochs > 1 or has_older_rows or bool(state.pending)
+        several_steps = len(minibatches) * settings.epochs_per_round > 1 or has_older_rows or bool(state.pending)
         attach_model_outputs(waiting, models, settings.algorithm, hooks, several_steps=several_steps)
         with timer.time("perf/advantages_time"):
             metrics |= set_advantages(data, settings, hooks, state.rollout_id)
@@ -164,13 +164,14 @@ def _epochs(minibatches: Sequence[Minibatch], settings: Settings, state: TrainSt
     The order depends on run.seed, the round and the epoch, so a resumed run has the same steps.
     """
     yield from ((1, minibatch) for minibatch in minibatches)
-    if settings.train.ppo_epochs == 1:
+    if settings.epochs_per_round == 1:
         return
     rollouts: dict[tuple[int, int], Minibatch] = {}
-    for row, rollout in zip(rows := [row for each in minibatches for row in each], rollouts_of(rows), strict=True):
+    rows = [row for minibatch in minibatches for row in minibatch]
+    for row, rollout in zip(rows, rollouts_of(rows), strict=True):
         rollouts.setdefault(rollout, []).append(row)
     sizes = [len(set(rollouts_of(minibatch))) for minibatch in minibatches]
-    for epoch in range(2, settings.train.ppo_epochs + 1):
+    for epoch in range(2, settings.epochs_per_round + 1):
         order = list(rollouts.values())
         random.Random(f"{settings.run.seed}:{state.rollout_id}:{epoch}").shuffle(order)
         remaining = iter(order)
@@ -216,7 +217,7 @@ def _step_report(
         keep = train_data.append if settings.run.keep_samples == "train" else None
         metrics = optimizer_step(minibatch, models, settings.algorithm, hooks, state.next_step(step_in_round), keep)
         metrics["train/step"] = float(state.step)
-        if settings.train.ppo_epochs > 1:
+        if settings.epochs_per_round > 1:
             metrics["train/ppo_epoch"] = float(epoch)
         seconds, tokens = clock() - started, sum(len(row.tokens) for _, row in minibatch)
         timings = {"perf/train_time": seconds, "perf/actor_train_tok_per_s": tokens / seconds if seconds else 0.0}

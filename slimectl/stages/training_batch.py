@@ -17,9 +17,9 @@ from slimectl.settings.algorithm import Sft
 from slimectl.settings.needs import Need
 from slimectl.settings.policy_gradient import PolicyGradient
 from slimectl.settings.score import ScoreSettings
+from slimectl.stages.filters import mask_samples
 from slimectl.stages.hooks import Hooks
 from slimectl.stages.preferences import build_preference_batch
-from slimectl.stages.sample_masks import mask_samples
 from slimectl.stages.score import component_columns, component_weights, reward_number
 from slimectl.stages.teachers import attach_teacher
 from slimectl.types import Metrics, Sample, Status, TrainingSample

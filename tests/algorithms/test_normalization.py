@@ -12,7 +12,7 @@ from slimectl.algorithms.baselines import attempt_rewards
 from slimectl.algorithms.normalization import RewardMoments, clamped, moments_of, normalized, share_beyond
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
-from slimectl.stages.sample_masks import mask_samples
+from slimectl.stages.filters import mask_samples
 from slimectl.types import Sample, Status
 
 REWARDS, GROUPS = [1.0, 0.0, 4.0, 3.0], [0, 0, 1, 1]

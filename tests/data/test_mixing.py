@@ -110,3 +110,8 @@ def test_a_domain_without_rows_is_refused(domains: list[str]):
     options = PromptOptions(domain_weights={"math": 1.0, "logic": 1.0})
     with pytest.raises(SettingsError, match="no row has the domain logic in 'domain', only: None, code, math"):
         next(open_prompts(domains, options))
+
+
+def test_the_key_of_the_domain_is_a_setting(domains: list[str]):
+    options = PromptOptions(domain_weights={"m0": 1.0}, domain_key="prompt")
+    assert [prompt.text for prompt in open_prompts(domains, options)] == ["m0"]

@@ -148,8 +148,6 @@ ROWS: dict[str, Row] = {
     "vllm.args": see(served, {"max_num_seqs": 3}, engine__backend="vllm"),
     "rollout.data": see(read, ["{folder}/prompts.jsonl@[1:2]"], **DATA),
     "rollout.domain_weights": see(read, {"even": 1.0}, **DATA, rollout__domain_key="kind"),
-    "rollout.domain_key": unlocks(read, "kind", "no row has the domain even", **DATA,
-                                  rollout__domain_weights={"even": 1.0}),
     "rollout.easy_threshold": elsewhere(POOLS),
     "rollout.hard_threshold": elsewhere(POOLS),
     "rollout.easy_fraction": elsewhere(POOLS),

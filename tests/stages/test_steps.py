@@ -114,3 +114,11 @@ def test_one_epoch_is_not_a_metric():
     chosen = Settings.model_validate({"algorithm": {"name": "reinforce_plus_plus"}})
     (report,) = train_batches([RolloutBatch([sample])], Models(Recording()), chosen)  # type: ignore[arg-type]
     assert "train/ppo_epoch" not in report.metrics
+
+
+def test_demonstrations_are_passed_over_once():
+    sample = Sample(0, 0, tokens=[1, 2], response_length=1, status=Status.COMPLETED)
+    warm_up = Settings.model_validate({"algorithm": {"name": "sft"}, "train": {"ppo_epochs": 3}})
+    policy = Recording()
+    list(train_batches([RolloutBatch([sample])], Models(policy), warm_up))  # type: ignore[arg-type]
+    assert len(policy.steps) == warm_up.steps_of(1) == 1
