@@ -57,9 +57,9 @@ def _kinds_of_responses(conversion: Conversion) -> tuple[str, str, list[str]]:
     mean, std = (conversion.text(name, NO_KIND) for name in KINDS)
     names = [name for name in KINDS if name in conversion.flags]
     if not names and "reward_norm" in conversion.flags:
-        both = conversion.text("reward_norm")
-        mean = NO_KIND if conversion.switch("reward_scale") else both
-        std = NO_KIND if conversion.switch("reward_shift") else both
+        kind = conversion.text("reward_norm")
+        mean = NO_KIND if conversion.switch("reward_scale") else kind
+        std = NO_KIND if conversion.switch("reward_shift") else kind
         names = [name for name in ("reward_norm", "reward_shift", "reward_scale") if name in conversion.flags]
     elif not names and conversion.text("adv_estimator") == "grpo":
         mean = std = "group"
