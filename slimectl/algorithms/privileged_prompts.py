@@ -17,9 +17,9 @@ class PrivilegedPrompts:
 
     `{prompt}` of the template is the text of the prompt, of a chat the last user message, which the result replaces.
     `{label}` is a reference solution (OPSD, Zhao et al. 2026, arXiv:2601.18734; SDFT, Shenfeld et al. 2026,
-    arXiv:2601.19897). `{demonstration}` is a sibling's successful response and `{metadata.KEY}` a feedback text (SDPO,
-    Hübotter et al. 2026, arXiv:2601.20802). `{response}` is the sample's own response. A sibling is successful from the
-    reward `success` on.
+    arXiv:2601.19897). `{demonstration}` is a sibling's successful response and `{metadata.KEY}` a feedback text, or a
+    column of the row (SDPO, Hübotter et al. 2026, arXiv:2601.20802). `{response}` is the sample's own response. A
+    sibling is successful from the reward `success` on.
     """
 
     template: str
@@ -75,7 +75,7 @@ class PrivilegedPrompts:
             elif name == "response":
                 fields[name] = sample.response
             elif name != "demonstration":
-                fields[name] = _text_at(sample.metadata, name.split(".")[1:])
+                fields[name] = _text_at({**sample.extra, **sample.metadata}, name.split(".")[1:])
         return fields
 
     def _prompt(self, sample: Sample, fields: Mapping[str, str | None]) -> str | Chat:

@@ -9,6 +9,7 @@ import pytest
 
 from slimectl.errors import SettingsError
 from slimectl.migrate.launch_scripts.reading import Reading, read
+from slimectl.migrate.launch_scripts.values import SOLUTION
 
 FLAGS = (
     "--hf-checkpoint /r/Qwen3-4B --prompt-data /d.jsonl --rollout-batch-size 4 --rm-type math "
@@ -248,7 +249,28 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
         "START --use-lora --lora-rank 8 --lora-alpha 16 --lora-learning-rate 3e-5 --lr 1e-6 --weight-decay 0.1",
         {"train.lora_rank": "8", "train.lr": "3e-5", "train.weight_decay": None,
          "listed --weight-decay": "decides train.weight_decay"}),
-    "several teachers": ("START --use-mopd --mopd-alpha 0.0", {"hand --use-mopd": "algorithm.name = opd"}),
+    "several teachers without their addresses": (
+        "START --use-mopd --mopd-alpha 0.0", {"algorithm.name": "opd", "hand algorithm.opd_teachers": "a table"}),
+    "several teachers": (
+        "START --use-mopd --mopd-teacher-mode sglang --mopd-distill-type top_k --mopd-topk-k 96 --mopd-eps-low 0.2 "
+        "--mopd-eps-high 5.0 --custom-rm-path slime.rollout.mopd.reward_func --mopd-teachers "
+        """'[{"name": "m", "domain": "math", "rm_url": "http://h:1/generate"}, {"name": "c", "load": "/c"}]'""",
+        {"algorithm.name": "opd", "algorithm.opd_divergence": "reverse_kl", "algorithm.opd_top_k": "96",
+         "algorithm.opd_teachers": {"m": {"domains": ["math"], "url": ["http://h:1"]}, "c": {"load": "/c"}},
+         "algorithm.tis_mode": "mask", "algorithm.tis_clip_low": "0.2", "algorithm.tis_clip": "5.0"}),
+    "the policy as its teacher": (
+        "START --use-opd --opd-type self --opd-teacher-load /r/Qwen3-4B_torch_dist --opsd-beta 0.3 "
+        "--opsd-jsd-clip 0.05 --opsd-privileged-info-key solution",
+        {"algorithm.name": "opd", "algorithm.opd_self_teacher": "start", "algorithm.opd_divergence": "jsd",
+         "algorithm.opd_jsd_beta": "0.3", "algorithm.opd_top_k": 64, "algorithm.opd_teacher_load": None,
+         "algorithm.opd_teacher_template": SOLUTION.format("solution")}),
+    "likeliest tokens": (
+        f"START --use-opd --opd-type megatron --topk-level-opd --loss-type topk_opd_loss --opd-top-k 100 "
+        f"--opd-teacher-loads /t --custom-rm-path {HELPERS}.zero_reward_func",
+        {"algorithm.name": "opd", "algorithm.opd_divergence": "reverse_kl", "algorithm.opd_top_k": "100",
+         "algorithm.opd_teacher_load": "/t"}),
+    "muon": ("START --train-backend fsdp --optimizer muon --muon-momentum 0.9",
+             {"train.optimizer": "muon", "train.muon_momentum": "0.9"}),
     "supervised by the asynchronous program": (
         f"python3 train_async.py {FLAGS} --loss-type sft_loss --num-epoch 1 --sglang-dtype bfloat16",
         {"run.async_level": None, "engine.dtype": None, "listed --sglang-dtype": "never samples"}),

@@ -15,10 +15,13 @@ import pytest
 
 from slimectl.errors import SettingsError
 from slimectl.migrate.launch_scripts.reading import read
+from slimectl.migrate.launch_scripts.values import SOLUTION
 from slimectl.migrate.launch_scripts.writing import settings_file
 
 PPO = "python3 -m verl.trainer.main_ppo data.train_files=/d.parquet actor_rollout_ref.model.path=/m "
 GRPO = PPO + "algorithm.adv_estimator=grpo "
+DISTILL = "distillation.distillation_loss."
+TEACHER = GRPO + "distillation.enabled=True distillation.teacher_models.one.model_path=/t "
 GDPO = PPO + "algorithm.adv_estimator=gdpo "
 SFT = "torchrun --nproc_per_node=8 -m verl.trainer.{} data.train_files=/d.parquet "
 ASYNC = GRPO.replace("verl.trainer.main_ppo", "recipe.fully_async_policy.fully_async_main")
@@ -97,6 +100,17 @@ VERL: list[tuple[str, dict[str, Any], str]] = [
       "algorithm.rs_level": "token", "algorithm.rs_clip": 2.0, "algorithm.rs_clip_low": 0.5}, ""),
     (GRPO + f"{ACTOR}ppo_epochs=1 {ROLLOUT}multi_turn.enable=False distillation.enabled=False", BY_SOURCE, ""),
     (GRPO + f"{ACTOR}ppo_epochs=4", {**BY_SOURCE, "train.ppo_epochs": 4}, ""),
+    (TEACHER + f"{DISTILL}use_task_rewards=False {DISTILL}loss_mode=forward_kl_topk {DISTILL}topk=32",
+     {"algorithm.name": "opd", "algorithm.opd_teacher_load": "/t", "algorithm.opd_divergence": "forward_kl",
+      "algorithm.opd_top_k": 32}, ""),
+    (TEACHER + f"{DISTILL}loss_mode=k1 {DISTILL}topk=32",
+     {"algorithm.name": "grpo", "algorithm.opd_kl_coef": 1.0, "algorithm.opd_divergence": "token"}, ""),
+    (TEACHER + f"{DISTILL}use_task_rewards=False distillation.teacher_models.one.key=gsm8k "
+     "distillation.teacher_models.two.model_path=/u distillation.teacher_models.two.key=geo",
+     {"algorithm.opd_teacher_load": None, "rollout.domain_key": "data_source", "algorithm.opd_teachers": {
+         name: {"load": load, "url": [], "api": "sglang", "domains": [domain], "weight": 1.0}
+         for name, load, domain in (("one", "/t", "gsm8k"), ("two", "/u", "geo"))}}, ""),
+    (TEACHER + f"{DISTILL}loss_mode=mse", {}, f"{DISTILL}loss_mode = mse"),
     (GDPO + "algorithm.gdpo_reward_keys=[right,short] algorithm.gdpo_reward_weights=[1,0.5]",
      {"algorithm.name": "gdpo", "algorithm.gdpo_weights": {"right": 1.0, "short": 0.5}}, ""),
     (GRPO + f"{ROLLOUT}multi_turn.enable=True", BY_SOURCE, f"{ROLLOUT}multi_turn.enable = True"),
@@ -197,6 +211,7 @@ def variant(**keys: Any) -> str:
     return ROLL.replace("actor_train:", f"actor_train:{lines}") + MATH + "adv_estimator: grpo\n"
 
 
+STUDENT = ROLL.replace("actor_train", "student_train") + "teacher: {model_args: {model_name_or_path: /t}}\n"
 DISTIL = "student_pretrain: /s\nteacher_pretrain: /t\nexp_name: x\nmax_steps: 3\nsave_steps: 1\n"
 
 YAML: list[tuple[str, dict[str, Any], str]] = [
@@ -285,8 +300,21 @@ YAML: list[tuple[str, dict[str, Any], str]] = [
     (ROLL.replace("actor_train", "sft_train"), {"algorithm.name": "sft", "run.num_epoch": 1, "run.num_rollout": None,
                                                "train.global_batch_size": 32}, ""),
     (ROLL + "beta: 0.2\nchosen_key: chosen\n", {"algorithm.name": "dpo", "algorithm.beta": 0.2}, ""),
-    (ROLL.replace("actor_train", "student_train") + "teacher: {model_args: {model_name_or_path: /t}}\n",
-     {"algorithm.name": "opd", "algorithm.opd_teacher_load": "/t"}, ""),
+    (STUDENT, {"algorithm.name": "opd", "algorithm.opd_teacher_load": "/t"}, ""),
+    (STUDENT + "opsd_mode: true\nopsd_solution_key: worked\n",
+     {"algorithm.name": "opd", "algorithm.opd_teacher_load": "/t", "algorithm.opd_self_teacher": None,
+      "algorithm.opd_teacher_template": SOLUTION.format("worked")}, ""),
+    (STUDENT.replace("/t}", "'${pretrain}'}") + "opsd_mode: true\n",
+     {"algorithm.opd_self_teacher": "start", "algorithm.opd_teacher_load": None,
+      "algorithm.opd_teacher_template": SOLUTION.format("solution")}, ""),
+    (ROLL.replace("messages}", "messages, interleave_probs: '0.3,0.7', domain_interleave_probs: {a: 0.75, b: 0.25}}")
+     .replace("/d.jsonl", "[/d.jsonl, /e.jsonl]") + "rewards:\n"
+     + "".join(f"  {domain}: {{worker_cls: x.MathRuleRewardWorker, tag_included: [{domain}1]}}\n" for domain in "ab"),
+     {"rollout.domain_weights": {"a1": 0.75, "b1": 0.25}, "rollout.domain_key": "tag"}, ""),
+    (ROLL.replace("messages}", "messages, domain_interleave_probs: {math_rule: 0.75, code: 0.25}}") + TWO,
+     {"rollout.domain_weights": {"math_rule": 0.75, "code": 0.25}, "rollout.domain_key": "domain"}, "rollout.data"),
+    (ROLL.replace("messages}", "messages, domain_interleave_probs: {math_rule: 1.0}}") + MATH,
+     {"rollout.domain_weights": {}}, ""),
 ]  # fmt: skip
 CASES = [(text, "run.sh", *rest) for text, *rest in [*VERL, *OPENRLHF]] + [
     (text, "run.yaml", *rest) for text, *rest in YAML

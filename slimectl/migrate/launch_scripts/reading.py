@@ -55,8 +55,6 @@ FEWEST_FLAGS = 3
 ANY = ""
 """Matches every value of a switch that is on."""
 ALGORITHMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
-    "slime": {"opd_type": ("self", "sdft")},
-    "roll": {"opsd_mode": (ANY, "sdft")},
     "openrlhf": {"pretrain_mode": (ANY, "pretrain")},
     "verl": {"algorithm.filter_sample.enable": (ANY, "gfpo")},
 }

@@ -13,12 +13,15 @@ from slimectl.migrate.launch_scripts.roll_algorithm import (
     unlisted_correction,
 )
 from slimectl.migrate.launch_scripts.roll_keys import GROUPS, INFER, LAYOUT, TRAIN, devices
-from slimectl.migrate.launch_scripts.roll_rewards import settle_reward, unlisted_reward
+from slimectl.migrate.launch_scripts.roll_rewards import settle_domains, settle_reward, unlisted_reward
 from slimectl.migrate.launch_scripts.values import secret
 from slimectl.migrate.launch_scripts.verl_keys import SIZES
 from slimectl.settings.run import KEY_VARIABLES
 
-FILES = "distils from a teacher's probabilities of the responses in a file; opd asks a teacher about the policy's own"
+FILES = (
+    "distils from a teacher's probabilities of the responses in a file. Sample the teacher with its likeliest tokens "
+    "and train on that file (docs/guides/distillation.md), or set algorithm.name = opd"
+)
 ENVIRONMENTS = ("custom_envs.", "custom_env.", "train_env_manager.", "val_env_manager.")
 
 
@@ -79,7 +82,7 @@ def settle(conversion: Conversion) -> None:
     """Set what depends on several of ROLL's keys. Raises SettingsError for a pipeline without a counterpart."""
     for name in ("student_pretrain", "teacher_pretrain"):
         if flag := conversion.flags.get(name):
-            raise SettingsError(f"{flag.place}: {name} has no counterpart: it {FILES} (docs/algorithms.md)")
+            raise SettingsError(f"{flag.place}: {name} has no counterpart: it {FILES}")
     kind = pipeline(conversion)
     if kind != "agentic":
         conversion.put("rollout.shuffle", True, "ROLL reads rows in random order")
@@ -94,6 +97,7 @@ def settle(conversion: Conversion) -> None:
         _settle_environment(conversion)
     else:
         _settle_prompts(conversion)
+        settle_domains(conversion)
         if kind == "rlvr":
             settle_reward(conversion)
     settle_loss(conversion)

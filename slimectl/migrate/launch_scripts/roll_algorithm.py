@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slimectl.migrate.launch_scripts.conversion import Conversion, is_on
 from slimectl.migrate.launch_scripts.flags import Flag
+from slimectl.migrate.launch_scripts.values import SOLUTION
 
 WHITENING = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 PLAIN = ("", "vanilla", "ppo")
@@ -12,9 +13,11 @@ PLAIN = ("", "vanilla", "ppo")
 
 def settle_algorithm(conversion: Conversion, kind: str) -> None:
     """The estimator sets the algorithm, unless the loss does. The normalization of rewards sets its baseline."""
-    if kind == "opd" and not conversion.switch("use_opd"):
-        conversion.put("algorithm.name", "opd", "student_train learns from the teacher")
-        return
+    if kind == "opd":
+        _settle_teacher(conversion)
+        if not conversion.switch("use_opd"):
+            conversion.put("algorithm.name", "opd", "student_train learns from the teacher")
+            return
     of_loss = "pg_variant" if "pg_variant" in conversion.flags else "actor_train.pg_variant"
     variant = conversion.text(of_loss)
     estimator = conversion.converted("adv_estimator")
@@ -43,6 +46,23 @@ def settle_algorithm(conversion: Conversion, kind: str) -> None:
         reason = f"advantages are not whitened there, and {name} always whitens them. Set algorithm.name by hand"
         if flag:
             conversion.omit(flag, reason, by_hand=True)
+
+
+TEACHER = "teacher.model_args.model_name_or_path"
+
+
+def _settle_teacher(conversion: Conversion) -> None:
+    """A teacher that is the policy itself reads a solution, a column of the row, beside the prompt."""
+    if not conversion.switch("opsd_mode"):
+        for key in ("algorithm.opd_self_teacher", "algorithm.opd_teacher_template"):
+            conversion.take_back(key, "opsd_mode is off")
+        return
+    column = conversion.text("opsd_solution_key", "solution")
+    conversion.put("algorithm.opd_teacher_template", SOLUTION.format(column), "opsd_solution_key", "opsd_mode")
+    if conversion.text(TEACHER) in ("", conversion.text("pretrain")):
+        conversion.take_back("algorithm.opd_teacher_load", "the teacher is the model that the run starts from")
+    else:
+        conversion.drop("algorithm.opd_self_teacher")
 
 
 NO_KIND = "off"

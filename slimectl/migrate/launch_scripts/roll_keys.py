@@ -26,6 +26,7 @@ from slimectl.migrate.launch_scripts.values import (
     share,
     texts,
     trackers,
+    weights,
 )
 from slimectl.migrate.launch_scripts.verl_keys import SIZES, prefixed
 
@@ -196,9 +197,13 @@ ALGORITHM = (
     Row("teacher.model_args.model_name_or_path", "algorithm.opd_teacher_load", "with student_train"),
     Row("teacher.opd_kl_coef opd_kl_coef", "algorithm.opd_kl_coef"),
     Row("is_pure_opd use_opd", text="with a teacher only, algorithm.name is opd. Else algorithm.opd_kl_coef adds it"),
-    Row("teacher.NAME opsd_mode opsd_solution_key opsd_max_solution_length distill_loss_weight distill_on_prompt "
-        "logits_topk teacher_temperature student_temperature kd_objective adaptive_kl_alpha",
-        text="the teacher reads what the policy reads; its divergence is each token's own (algorithm.opd_kl_coef)"),
+    Row("opsd_mode", "algorithm.opd_self_teacher", "true is start; another teacher is opd_teacher_load",
+        Always("start")),
+    Row("opsd_solution_key", "algorithm.opd_teacher_template", "the prompt and this column; solution without it"),
+    Row("opsd_max_solution_length", text="the teacher reads the whole solution"),
+    Row("teacher.NAME distill_loss_weight distill_on_prompt logits_topk teacher_temperature student_temperature "
+        "kd_objective adaptive_kl_alpha kd_temperature skew_lambda logits_transfer_backend question_key answer_key",
+        text="the teacher is scored with the trainer's own parallelism (docs/guides/distillation.md)"),
     Row("enable_reference", text="there is a reference where a coefficient of divergence is above 0"),
     Row("ppo_epochs", "train.ppo_epochs"),
 )  # fmt: skip
@@ -237,9 +242,11 @@ TRAINING = (
         text="set train.max_tokens_per_gpu"),
     Row(f"{TRAIN}data_args.file_name", "rollout.data", convert=texts),
     Row(f"{TRAIN}data_args.tag {TRAIN}data_args.response {TRAIN}data_args.id", text="set score.rm_options.column"),
-    Row(prefixed(f"{TRAIN}data_args.", "template dataset_dir preprocessing_num_workers interleave_probs "
-                 "domain_interleave_probs dataset_type domain_interleave_probs.NAME"),
-        text="the chat template is the model's; rollout.data_weights mixes sources"),
+    Row(f"{TRAIN}data_args.interleave_probs", "rollout.data_weights", "one number for each file", weights),
+    Row(f"{TRAIN}data_args.domain_interleave_probs.NAME {TRAIN}data_args.domain_interleave_probs",
+        text="rollout.domain_weights draws prompts by domain. One domain needs no weight"),
+    Row(prefixed(f"{TRAIN}data_args.", "template dataset_dir preprocessing_num_workers dataset_type"),
+        text="the chat template is the model's, and files have whole paths"),
     Row(f"{TRAIN}strategy_args.strategy_name", "train.backend",
         convert=choice(megatron_train="megatron", deepspeed_train="fsdp", fsdp2_train="fsdp", fsdp_train="fsdp")),
     *(Row(f"{TRAIN}strategy_args.strategy_config.{size}", f"megatron.{size}",

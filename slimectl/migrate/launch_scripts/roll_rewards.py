@@ -105,6 +105,27 @@ def settle_reward(conversion: Conversion) -> None:
     _settle_filters(conversion, list(domains))
 
 
+def settle_domains(conversion: Conversion) -> None:
+    """Draw prompts by the weights of their domains. ROLL finds a row's domain by its tag, if no column has it."""
+    prefix = f"{TRAIN}data_args.domain_interleave_probs."
+    names = [name for name in conversion.flags if name.startswith(prefix)]
+    shares = {name.removeprefix(prefix): conversion.real(name, 0.0) for name in names}
+    if len(shares) < 2 or conversion.is_unknown(*names):
+        return
+    conversion.unlist(*names)
+    tags = {domain: _tags(conversion, domain) for domain in shares}
+    if all(len(found_tags) == 1 for found_tags in tags.values()):
+        shares = {tags[domain][0]: share for domain, share in shares.items()}
+        column = conversion.text(f"{TRAIN}data_args.tag", "tag")
+        conversion.put("rollout.domain_key", column, "the tag of a row names its domain")
+    else:
+        listed = "; ".join(f"{domain}: {', '.join(found_tags) or domain}" for domain, found_tags in tags.items())
+        reason = f"give rows the column domain, by their tags ({listed})"
+        conversion.ask_for("rollout.data", reason, first=False)
+    conversion.take_back("rollout.data_weights", "the weights of domains decide which prompt comes next")
+    conversion.put("rollout.domain_weights", {domain: share for domain, share in shares.items() if share > 0}, *names)
+
+
 def _put_verifier(conversion: Conversion, verifier: str | dict[str, Any], sources: list[str]) -> None:
     """Set the only verifier, with its options."""
     options = {"type": verifier} if isinstance(verifier, str) else verifier

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 from slimectl.errors import SettingsError
 from slimectl.migrate.launch_scripts.conversion import Conversion, Dialect, Omission, Row, canonical, stem, take, typed
 from slimectl.migrate.launch_scripts.flags import Flag
 from slimectl.migrate.launch_scripts.slime_flags import GENERATE, GROUPS, SFT
+from slimectl.migrate.launch_scripts.values import SOLUTION
 from slimectl.migrate.stand_ins import STAND_INS
 from slimectl.settings.algorithm import ALGORITHMS
 from slimectl.settings.keys import DEFAULT_ALGORITHM
@@ -188,6 +191,8 @@ def settle(conversion: Conversion) -> None:
     _settle_placement(conversion)
     _settle_functions(conversion)
     _settle_distillation(conversion)
+    _settle_self_teacher(conversion)
+    _settle_teachers(conversion)
     settle_weights(conversion)
     _settle_tracking(conversion)
     if values.get("score.custom_rm_path"):
@@ -359,6 +364,58 @@ def _ask_for_functions(conversion: Conversion) -> None:
                 break
 
 
+def _settle_self_teacher(conversion: Conversion) -> None:
+    """A policy that is its own teacher, by a frozen copy, and reads a solution beside the prompt."""
+    if conversion.text("opd_type") != "self":
+        conversion.take_back("algorithm.opd_jsd_beta", "opd-type is not self", defaults=False)
+        return
+    conversion.put("algorithm.name", "opd", "opd_type")
+    conversion.put("algorithm.opd_self_teacher", "start", "opd_type")
+    conversion.take_back("algorithm.opd_teacher_load", "the teacher is the model that the run starts from")
+    column = conversion.text("opsd_privileged_info_key")
+    if column:
+        conversion.put("algorithm.opd_teacher_template", SOLUTION.format(column), "opsd_privileged_info_key")
+    conversion.put("algorithm.opd_divergence", "jsd", "opd_type")
+    conversion.put("algorithm.opd_top_k", LIKELIEST, "slime compares whole distributions. Such a teacher does not")
+    conversion.settled.discard("algorithm.opd_jsd_beta")
+
+
+def _settle_teachers(conversion: Conversion) -> None:
+    """Several teachers by domain, from JSON: a list of tables with name, domain, and rm_url or load."""
+    if not conversion.switch("use_mopd"):
+        return
+    flag = conversion.flags.get("mopd_teachers")
+    conversion.drop("algorithm.opd_teachers")
+    for name in ("mopd_eps_low", "mopd_eps_high"):
+        if name in conversion.flags:
+            conversion.put("algorithm.use_tis", True, name)
+            conversion.put("algorithm.tis_mode", "mask", name)
+    if conversion.text("mopd_distill_type") != "top_k":
+        conversion.take_back("algorithm.opd_top_k", "mopd-distill-type is not top_k")
+    try:
+        entries = json.loads(flag.text) if flag is not None and not flag.problem else []
+        teachers = {str(entry["name"]): _teacher(entry) for entry in entries}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        teachers = {}
+    if teachers:
+        conversion.put("algorithm.opd_teachers", teachers, "mopd_teachers")
+    else:
+        conversion.unlist("mopd_teachers")
+    if not teachers or not all("url" in teacher or "load" in teacher for teacher in teachers.values()):
+        reason = "a table, NAME = {url = [...] or load = DIR, domains = [...]} (docs/guides/distillation.md)"
+        conversion.ask_for("algorithm.opd_teachers", reason)
+
+
+def _teacher(entry: dict[str, Any]) -> dict[str, Any]:
+    teacher: dict[str, Any] = {"domains": [str(entry["domain"])]} if "domain" in entry else {}
+    if "rm_url" in entry:
+        teacher["url"] = [str(entry["rm_url"]).rstrip("/").removesuffix("/generate")]
+    if "load" in entry:
+        teacher["load"] = str(entry["load"])
+    return teacher
+
+
+LIKELIEST = 64
 OF_TEACHERS = ("on_policy_distillation", "slime.rollout.mopd")
 """Parts of the paths of slime's functions that ask a teacher, and of those that stand in for a reward beside one."""
 
@@ -378,7 +435,7 @@ def _settle_distillation(conversion: Conversion) -> None:
     if url:
         conversion.put("algorithm.opd_teacher_url", [url.rstrip("/").removesuffix("/generate")], "rm_url")
         conversion.take_back("score.rm_url", "algorithm.opd_teacher_url asks the teacher")
-    elif "algorithm.opd_teacher_load" not in values:
+    elif "algorithm.opd_teacher_load" not in values and not conversion.switch("use_mopd"):
         conversion.unlist("rm_url")
         reason = "the address of a teacher that runs, or its Hugging Face directory as algorithm.opd_teacher_load"
         conversion.ask_for("algorithm.opd_teacher_url", reason)

@@ -180,7 +180,9 @@ ALGORITHM = (
     *namesakes("train", "clip-grad lr lr-wsd-decay-iters lr-wsd-decay-style lr-warmup-iters lr-decay-iters min-lr "
                "adam-beta1 adam-eps"),
     *namesakes("algorithm", "calculate-per-token-loss normalize-advantages", on, default=False),
-    Row("optimizer", text="the optimizer is AdamW"),
+    Row("optimizer", "train.optimizer", "adam is adamw", choice("muon", adam="adamw")),
+    *namesakes("train", "muon-momentum muon-num-ns-steps"),
+    Row("muon-use-nesterov", "train.muon_use_nesterov", convert=on),
     Row("lr-decay-style", "train.lr_decay_style",
         convert=choice("constant linear cosine", inverse_square_root="inverse-square-root", wsd="WSD"),
         default="linear"),
@@ -220,14 +222,27 @@ ALGORITHM = (
 )  # fmt: skip
 DISTILLATION = (
     Row("use-opd", "algorithm.opd_kl_coef", "a coefficient above 0 switches it on", Always(1.0)),
-    Row("opd-type", text="the teacher is a directory (opd_teacher_load) or servers (opd_teacher_url)"),
+    Row("opd-type", text="the teacher is a directory (opd_teacher_load), servers (opd_teacher_url) or the policy "
+        "(opd_self_teacher)"),
+    Row("opsd-beta", "algorithm.opd_jsd_beta", "with opd_divergence = jsd", default=0.5),
+    Row("opsd-privileged-info-key", "algorithm.opd_teacher_template", "the prompt and this column"),
+    Row("opsd-jsd-clip", text="the divergence of a token has no bound"),
+    Row("opd-prompt-messages-key teacher-tokenizer-path", "algorithm.opd_align", "text, with a teacher's directory",
+        Always("text")),
     *namesakes("algorithm", "opd-kl-coef opd-teacher-load"),
-    Row("opd-teacher-loads", "algorithm.opd_teacher_load", "only one teacher is supported"),
+    Row("opd-teacher-loads", "algorithm.opd_teacher_load", "several are averaged there; opd_teachers go by domain"),
     Row("topk-level-opd", "algorithm.opd_divergence", "true is reverse_kl", Always("reverse_kl")),
     Row("opd-top-k", "algorithm.opd_top_k"),
-    Row("use-mopd", neutral=OFF, text="distils from several teachers. Here there is one: set algorithm.name = opd, and "
-        "algorithm.opd_teacher_load or opd_teacher_url, by hand"),
-    Row("mopd-NAME", text="there is one teacher, of sampled tokens: algorithm.opd_kl_coef"),
+    Row("use-mopd", "algorithm.name", "opd, with algorithm.opd_teachers", Always("opd")),
+    Row("mopd-teachers", "algorithm.opd_teachers", "the JSON becomes a table by name"),
+    Row("mopd-distill-type", "algorithm.opd_divergence", "token_level is token, others are reverse_kl",
+        choice(token_level="token", top_k="reverse_kl", full_vocab="reverse_kl")),
+    Row("mopd-topk-k", "algorithm.opd_top_k", "with top_k"),
+    Row("mopd-eps-low", "algorithm.tis_clip_low", "with use_tis and tis_mode = mask"),
+    Row("mopd-eps-high", "algorithm.tis_clip", "with use_tis and tis_mode = mask"),
+    Row("mopd-alpha", text="0 is algorithm.name = opd. Else name the algorithm of the rewards, and set "
+        "algorithm.opd_kl_coef by hand", neutral="0 0.0"),
+    Row("mopd-NAME", text="each teacher has load or url in algorithm.opd_teachers"),
     Row("opd-teacher-ckpt-step", text="convert that step with `slimectl convert` and set algorithm.opd_teacher_load"),
     Row("opd-teacher-timeout opd-teacher-retries", text="failed requests are repeated within engine.request_timeout_s"),
     Row("teacher-port teacher-warmup-port teacher-warmup-timeout-s teacher-sample-reduction-chunk-size "

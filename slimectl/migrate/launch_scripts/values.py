@@ -42,6 +42,8 @@ OBJECTIVE = "the loss is one of docs/algorithms.md; train.custom_loss_function_p
 LOSS = "the loss has no such part. Write it as train.custom_loss_function_path (docs/hooks.md), or leave it out"
 REWARD = "rewards are not changed. Write it as score.custom_reward_post_process_path, or leave it out"
 FILTERED = "groups are filtered by rollout.dynamic_sampling_filter_path (docs/agents.md). Set it to a function of yours"
+SOLUTION = "{{prompt}}\n\nA reference solution is:\n{{metadata.{}}}\n\nSolve the problem in your own words."
+"""What a teacher reads that is the policy itself: the prompt and a column of the row."""
 OFF = "false off no none null 0 0.0"
 """Values of a flag that is off."""
 
@@ -97,6 +99,14 @@ def share(flag: Flag) -> float:
     if not value > 0:
         raise Unneeded(f"{flag.text} means none, as here")
     return value
+
+
+def weights(flag: Flag) -> list[float]:
+    """One number for each source. A single source needs none."""
+    numbers = [float(word) for text in flag.texts for word in text.strip("[]").split(",") if word.strip()]
+    if len(numbers) < 2:
+        raise Unneeded("is the weight of one source")
+    return numbers
 
 
 def mib(flag: Flag) -> int:

@@ -181,17 +181,37 @@ def _settle_components(conversion: Conversion) -> None:
 
 
 def _settle_teacher(conversion: Conversion) -> None:
-    """Distillation from a teacher is a separate algorithm here."""
+    """A teacher only is an algorithm here. Beside rewards it is a term of their algorithm."""
+    table = "distillation.distillation_loss."
     if not conversion.switch("distillation.enabled"):
+        for key in ("opd_kl_coef", "opd_divergence", "opd_top_k"):
+            conversion.take_back(f"algorithm.{key}", "distillation.enabled is off")
+        conversion.take_back("rollout.domain_key", "distillation.enabled is off")
         return
-    conversion.put("algorithm.name", "opd", "distillation.enabled")
-    rewards = "distillation.distillation_loss.use_task_rewards"
-    if rewards not in conversion.flags:
-        conversion.note_default(rewards, "true", "opd learns from the teacher only")
-    teacher = next((name for name in conversion.flags if re.fullmatch(r"distillation\..*model_path", name)), None)
-    if teacher is not None and not conversion.flags[teacher].problem:
-        conversion.put("algorithm.opd_teacher_load", conversion.text(teacher), teacher)
-        conversion.unlist(teacher)
+    rewards, mode = f"{table}use_task_rewards", f"{table}loss_mode"
+    if rewards in conversion.flags and not conversion.switch(rewards):
+        conversion.put("algorithm.name", "opd", "distillation.enabled", rewards)
+    elif f"{table}distillation_loss_coef" not in conversion.flags:
+        conversion.put("algorithm.opd_kl_coef", 1.0, "distillation.enabled", rewards)
+    if conversion.converted(mode) in (None, "token"):
+        conversion.take_back("algorithm.opd_top_k", "the loss compares the sampled token")
+    names = [name for name in conversion.flags if re.fullmatch(r"distillation\..*model_path", name)]
+    teachers: dict[str, dict[str, Any]] = {}
+    for name in names:
+        flag, place = conversion.flags[name], name.removesuffix("model_path").rstrip(".")
+        if flag.problem:
+            continue
+        conversion.unlist(name)
+        teachers[place.rpartition(".")[2]] = {"load": flag.text}
+        if domain := conversion.text(f"{place}.key"):
+            teachers[place.rpartition(".")[2]]["domains"] = [domain]
+            conversion.unlist(f"{place}.key")
+    if len(teachers) > 1:
+        conversion.put("algorithm.opd_teachers", teachers, *names)
+        key = "distillation.teacher_key"
+        conversion.put("rollout.domain_key", conversion.text(key, "data_source"), key)
+    elif teachers:
+        conversion.put("algorithm.opd_teacher_load", next(iter(teachers.values()))["load"], *names)
 
 
 def _settle_evaluation(conversion: Conversion) -> None:
