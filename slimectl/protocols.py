@@ -124,6 +124,26 @@ class LogProbModel(Protocol):
     def close(self) -> None: ...
 
 
+class ResettableOptimizer(Protocol):
+    """A policy or critic whose optimizer can start again (train.reset_optimizer_states)."""
+
+    def reset_optimizer(self) -> None:
+        """Set moments and the count of updates to zero. The step, and so the learning rate, stays."""
+        ...
+
+
+class BackgroundSaver(Protocol):
+    """A policy or critic that writes checkpoints while training continues (run.async_save)."""
+
+    def save_in_background(self, path: Path) -> None:
+        """Copy the state, return, and write what `save` writes into the empty folder `path`. One at a time."""
+        ...
+
+    def is_saved(self) -> bool:
+        """Return whether that is complete. Raises the error that ended it."""
+        ...
+
+
 class PreStepHook(Protocol):
     """A policy with a call before every optimizer step, for hooks on its ranks."""
 

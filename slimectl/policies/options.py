@@ -44,6 +44,10 @@ class TrainerOptions:
     offload: Literal["optimizer", "parameters"] | None = None
     rollout_routing_replay: bool = False
     """Use the experts in the rows. Rows share only tokens with equal experts."""
+    saves_moments: bool = True
+    """Whether checkpoints contain the optimizer's moments."""
+    loads_moments: bool = True
+    """Whether a checkpoint's moments are loaded. Otherwise they start at zero."""
     device: str | None = None
     """None for the backend's own choice: a CPU with FSDP, a GPU if there is one with Megatron-core."""
     deterministic: bool = False

@@ -30,7 +30,8 @@ def _locked(name: str) -> Any:
 class LockedPolicy:
     """protocols.Policy with a lock, so that a restarted engine can read weights while training continues.
 
-    `values`, `before_step` and `consume_adapter` need a policy that has them.
+    `values`, `before_step`, `consume_adapter`, `reset_optimizer` and the saves in the background need a policy that has
+    them.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -49,7 +50,10 @@ class LockedPolicy:
     optim_step = _locked("optim_step")
     consume_weights = _locked("consume_weights")
     consume_adapter = _locked("consume_adapter")
+    reset_optimizer = _locked("reset_optimizer")
     save = _locked("save")
+    save_in_background = _locked("save_in_background")
+    is_saved = _locked("is_saved")
     load = _locked("load")
     close = _locked("close")
 
@@ -148,8 +152,20 @@ class DistributedPolicy:
     def save(self, path: Path) -> None:
         self._call("save", path)
 
+    def save_in_background(self, path: Path) -> None:
+        """protocols.BackgroundSaver.save_in_background, if the ranks implement it. Rank 0 writes."""
+        self._call("save_in_background", path)
+
+    def is_saved(self) -> bool:
+        """protocols.BackgroundSaver.is_saved, if the ranks implement it."""
+        return bool(self._call("is_saved"))
+
     def load(self, path: Path) -> None:
         self._call("load", path)
+
+    def reset_optimizer(self) -> None:
+        """protocols.ResettableOptimizer.reset_optimizer, if the ranks implement it."""
+        self._call("reset_optimizer")
 
     def close(self) -> None:
         """Stop every rank process."""

@@ -19,6 +19,7 @@ from slimectl.data.source_identity import Identity
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.protocols import Critic, Policy, Tracker
 from slimectl.runtime import builders
+from slimectl.runtime.background_save import BackgroundSave, start_models
 from slimectl.settings import Settings
 from slimectl.stages.best import Evaluations
 from slimectl.stages.hooks import NO_HOOKS, Hooks
@@ -62,6 +63,8 @@ class RunRecorder:
         """Records of the rows that these steps trained on."""
         self._checkpoint: Path | None = None
         """Checkpoint that the run continues from."""
+        self._background_save: BackgroundSave | None = None
+        """Checkpoint that is written while training continues."""
 
     def append(self, name: str, line: dict[str, Any]) -> bool:
         """Append a line to a file. Return whether the run already wrote the same line before it was resumed."""
@@ -137,39 +140,82 @@ class RunRecorder:
             self.keep_samples(folder / "train_data.jsonl", self._train_data)
 
     def save(self, policy: Policy, state: TrainState, samples: Sequence[Sample]) -> None:
-        """Write a checkpoint under the round's number, atomically."""
+        """Write a checkpoint under the round's number, atomically. With run.async_save it appears there later.
+
+        Waits for the previous one.
+        """
         saved_state = {
             "step": state.step,
             "rollout_id": state.rollout_id,
             "weight_version": policy.weight_version,
             "pending": [[execution, asdict(row)] for execution, row in state.pending],
             "signal": asdict(state.signal),
-            "moments": asdict(state.moments),
             "sampling": sampler_state_to_json(self.sampling),
             "sizes": self.folder.sizes(),
             "data": self.data,
             "scores": self.scores,
             "evaluations": self.evaluations,
         }
+        text = json.dumps(saved_state) + "\n"
+        models: dict[str, Any] = {"policy": policy} | ({} if self.critic is None else {"critic": self.critic})
+        number, is_best = state.rollout_id, self.is_best(state.rollout_id)
 
-        def fill(staged: Path) -> None:
-            save_model(policy, staged / "policy")
-            if self.critic is not None:
-                save_model(self.critic, staged / "critic")
-            self.keep_round(staged, samples)
-            write_text(staged / "state.json", json.dumps(saved_state) + "\n")
+        def write(copied: Callable[[], None] | None = None) -> None:
+            def fill(staged: Path) -> None:
+                folders = [staged / name for name in models]
+                if copied is None:
+                    for model, folder in zip(models.values(), folders, strict=True):
+                        folder.mkdir()
+                        model.save(folder)
+                else:
+                    wait = start_models(list(models.values()), folders)
+                self.keep_round(staged, samples)
+                write_text(staged / "state.json", text)
+                if copied is not None:
+                    copied()
+                    wait()
+                for folder in folders:
+                    separate_trainer_state(folder)
+
+            self.folder.save(number, fill)
+            if is_best:
+                self.folder.point_best(self.folder.step(number))
+            self.folder.prune(self.settings.run.keep_checkpoints)
 
         for tracker in self.trackers:
             builders.flush(tracker)
         timer = RoundTimer(log_memory=self.settings.track.log_memory)
         with timer.time("perf/save_model_time", of=policy):
-            self.folder.save(state.rollout_id, fill)
-            if self.is_best(state.rollout_id):
-                self.folder.point_best(self.folder.step(state.rollout_id))
-            self.folder.prune(self.settings.run.keep_checkpoints)
+            self.finish_save()
+            if self.settings.run.async_save:
+                self._background_save = BackgroundSave(number, write)
+            else:
+                write()
         timings = {name: value for name, value in timer.take().items() if name.startswith(("perf/save", "memory/"))}
         self.append("perf.jsonl", {"step": state.step, "metrics": timings})
         self._track(timings, state.step)
+
+    def check_save(self) -> None:
+        """Raise the error of a checkpoint that could not be written in the background."""
+        if self._background_save is not None:
+            self._background_save.check()
+
+    def finish_save(self) -> None:
+        """Wait until the checkpoint in the background is complete. Raises its error, once."""
+        save, self._background_save = self._background_save, None
+        if save is not None:
+            save.wait()
+
+    def abandon_save(self) -> None:
+        """Wait for the checkpoint in the background, before its models are closed. Its error does not matter now."""
+        with suppress(Exception):
+            self.finish_save()
+
+    def checkpoints(self) -> list[int]:
+        """Return the rounds of all checkpoints, oldest first, including one that is being written."""
+        rounds = self.folder.checkpoints()
+        number = self._background_save.number if self._background_save is not None else None
+        return rounds if number is None or number in rounds else [*rounds, number]
 
     @property
     def compared(self) -> Evaluations | None:
@@ -266,10 +312,8 @@ class RunRecorder:
             self.critic.load(self._checkpoint / "critic")
 
 
-def save_model(model: Policy | Critic, folder: Path) -> None:
-    """Save a model, with the trainer's state in a separate folder next to it."""
-    folder.mkdir()
-    model.save(folder)
+def separate_trainer_state(folder: Path) -> None:
+    """Move the trainer's state of a saved model into a separate folder next to it."""
     if (state := folder / TRAINER_STATE).exists():
         (folder.parent / TRAINER_STATE).mkdir(exist_ok=True)
         state.rename(folder.parent / TRAINER_STATE / folder.name)

@@ -81,7 +81,7 @@ class ReportLoop:
             self._between_rounds = True
             self.evaluator.evaluate()
             with self.parts.grace.shielded():
-                self._save(samples)
+                self._save(samples, is_last=True)
                 complete = True
         except RoundAbandoned:
             if not complete:
@@ -103,6 +103,7 @@ class ReportLoop:
         """Record a step, and evaluate after a round. Return whether an interrupt ends the run here."""
         number = report.rollout_id
         with self.parts.grace.shielded():
+            self.recorder.check_save()
             self.recorder.record(report)
             self._log_prob_check.check(report)
             for name in report.metrics.keys() & WARNING_SIGNS:
@@ -111,7 +112,7 @@ class ReportLoop:
             self.recorder.sampling = report.sampling or self.recorder.sampling
             if report.last_step_of_round:
                 self.parts.profiler.after_round(number)
-                policy, checkpoints = self.parts.models.policy, self.recorder.folder.checkpoints()
+                policy, checkpoints = self.parts.models.policy, self.recorder.checkpoints()
                 self.parts.periodic_reference.follow(number, policy, checkpoints)
                 self.parts.progress.reach(number)
             self._between_rounds = report.last_step_of_round
@@ -131,11 +132,11 @@ class ReportLoop:
             self._has_named_collapse = True
             logger.warning(collapse)
         if self.parts.interrupted():
-            self._save(samples)
+            self._save(samples, is_last=True)
             logger.warning(f"interrupted after round {number}. Continue with: {self.resume_command}")
             return True
         if fault := lasting_lack_of_signal(self.state.signal, run, self._remedy):
-            self._save(samples)
+            self._save(samples, is_last=True)
             raise SlimectlError(f"{fault}. To continue anyway: {self.resume_command} -s run.on_no_signal=warn")
         if (run.save_interval and number % run.save_interval == 0) or self.recorder.is_best(number):
             self._save(samples)
@@ -143,18 +144,21 @@ class ReportLoop:
             self.recorder.keep_round(self.recorder.folder.step(number), samples)
         return False
 
-    def _save(self, samples: Sequence[Sample]) -> None:
-        """Save a checkpoint, unless this step already has one."""
+    def _save(self, samples: Sequence[Sample], *, is_last: bool = False) -> None:
+        """Save a checkpoint, unless this step already has one. Wait for the last one, also in the background."""
         if self._newest_checkpoint != self.state.place:
             with self.parts.progress.phase("saving"):
                 self.recorder.save(self.parts.models.policy, self.state, samples)
             self._newest_checkpoint = self.state.place
+        if is_last:
+            self.recorder.finish_save()
 
     def _save_abandoned(self, samples: Sequence[Sample]) -> None:
         """Save the state after the last whole round if training has not moved past it, and log how to continue."""
         folder, number = self.recorder.folder, self.state.rollout_id
+        self.recorder.finish_save()
         if self._between_rounds and number and number not in folder.checkpoints():
-            self._save(samples)
+            self._save(samples, is_last=True)
         is_last = self._between_rounds and number == self.settings.run.num_rollout
         loss = f"the evaluation after round {number}" if is_last else f"round {number + self._between_rounds}"
         logger.warning(abandonment(loss, folder, self.resume_command))

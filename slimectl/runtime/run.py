@@ -215,6 +215,7 @@ class TrainingRun:
         with self.progress.phase("loading"):
             run = RunContext(self.rounds, self.recorder, self.state, self.interrupted, self.grace, self.progress)
             parts = build_parts(run, ending, self.executor)
+            ending.callback(self.recorder.abandon_save)
         evaluator = Evaluator(parts)
         evaluator.before_rounds()
         self._expect_rounds()

@@ -11,7 +11,7 @@ from slimectl.settings.evaluate import EvalSettings
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.settings.root import Settings
 from slimectl.settings.run import KEY_VARIABLES, RunSettings
-from slimectl.settings.train import megatron_conflicts, offload_conflicts, optimizer_conflicts
+from slimectl.settings.train import megatron_conflicts, offload_conflicts, optimizer_conflicts, save_conflicts
 
 OF_ATTEMPTS = ("env", "agent", "custom_generate_function_path", "function_path")
 """Settings that each define what an attempt is. At most one may be set."""
@@ -109,6 +109,7 @@ def conflicts(settings: Settings) -> Iterator[str]:
         )
     yield from _placement_contradictions(settings)
     yield from optimizer_conflicts(train)
+    yield from save_conflicts(train, settings.megatron, in_background=settings.run.async_save)
     yield from offload_conflicts(train, settings.megatron)
     yield from megatron_conflicts(settings.megatron, train.backend, settings.cluster.ranks)
     yield from _save_format_contradictions(settings)

@@ -66,6 +66,10 @@ class RunSettings(Section):
     """End the run after this many evaluations in a row without a new best value of save_best. Default: run to the
     end."""
 
+    async_save: bool = False
+    """Write checkpoints in the background from a copy in host memory (12 bytes per parameter with adamw), while
+    training continues. The next checkpoint waits for the previous one."""
+
     keep_samples: bool | Literal["train"] = False
     """Keep the scored samples of every round, so that any step can be replayed. `train` also keeps the training rows
     token by token (advantages, log-probabilities, ratios), at the cost of one extra forward pass per step."""

@@ -82,6 +82,16 @@ class TrainSettings(Section):
     changes are not lost. int8 (fsdp) needs about a quarter, in blocks of 256 numbers (8-bit Adam, arXiv:2110.02861).
     Tensors of fewer than 4096 numbers then keep float32."""
 
+    reset_optimizer_states: bool = False
+    """Set the optimizer's moments to zero at the start of every round. The learning-rate schedule goes on."""
+
+    no_save_optim: bool = False
+    """Save checkpoints without the optimizer's moments, which are two thirds of them with adamw. A run that resumes
+    from one starts with new moments, at the same step of the schedule."""
+
+    no_load_optim: bool = False
+    """Resume, or start with --load, without the moments of the checkpoint. Weights and step are loaded."""
+
     clip_grad: NonNegative = 1.0
     """Maximum global gradient norm. 0 turns clipping off."""
 
@@ -278,6 +288,21 @@ def optimizer_conflicts(train: TrainSettings) -> Iterator[str]:
         )
     if train.optimizer_state_dtype == "int8":
         yield 'train.optimizer_state_dtype: int8 needs train.backend = "fsdp". Set "bfloat16", or use fsdp.'
+
+
+def save_conflicts(train: TrainSettings, megatron: MegatronSettings, *, in_background: bool) -> Iterator[str]:
+    """Yield settings of checkpoints that the backend does not have, one line each."""
+    if in_background and train.backend not in ("fsdp", "megatron"):
+        yield f"run.async_save: train.backend {train.backend} saves only while training waits. Set it to false."
+    if train.backend != "megatron" or megatron.save_format != "torch_dist":
+        return
+    used = {
+        "run.async_save": in_background,
+        "train.no_save_optim": train.no_save_optim,
+        "train.no_load_optim": train.no_load_optim,
+    }
+    for name in (name for name, is_set in used.items() if is_set):
+        yield f'{name}: needs megatron.save_format = "hf", because torch_dist saves all of the optimizer at once.'
 
 
 def offload_conflicts(train: TrainSettings, megatron: MegatronSettings) -> Iterator[str]:

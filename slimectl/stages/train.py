@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, cast
 
 from slimectl.algorithms.normalization import RewardMoments
-from slimectl.protocols import Critic
+from slimectl.protocols import Critic, ResettableOptimizer
 from slimectl.settings import Settings
 from slimectl.stages.advantages import Models, attach_model_outputs, attach_scores, set_advantages
 from slimectl.stages.hooks import NO_HOOKS, Hooks
@@ -138,6 +138,9 @@ def _train_batch(
         reason = missing_signal(data, settings, hooks)
         state.signal.add(reason)
         metrics |= ({NO_SIGNAL: 1.0} if reason else {}) | batch_metrics(batch.samples, data, settings)
+    if settings.train.reset_optimizer_states and minibatches:
+        for model in filter(None, dict.fromkeys((models.policy, models.critic))):
+            cast(ResettableOptimizer, model).reset_optimizer()
     steps = list(_epochs(minibatches, settings, state)) or [(1, Minibatch())]
     for i, (epoch, minibatch) in enumerate(steps):
         report = _step_report(minibatch, models, settings, hooks, state, place=(i, epoch))

@@ -36,12 +36,17 @@ SHAPED = ("-s", "algorithm.norm_mean_type=running", "-s", "algorithm.norm_std_ty
             KILLS_AT_BYTES,
         ),
         (
+            ("--backend", "fsdp", "-s", "run.async_save=true", "-s", "train.optimizer=muon"),
+            ("policy/model.safetensors", "trainer/policy/optimizer.safetensors"),
+            KILLS_AT_BYTES[1::2],
+        ),
+        (
             ("--backend", "megatron", "-s", "megatron.save_format=torch_dist"),
             ("policy/__0_0.distcp", "policy/__0_1.distcp"),
             KILLS_AT_BYTES[2::2],
         ),
     ],
-    ids=["fsdp", "megatron"],
+    ids=["fsdp", "background", "megatron"],
 )
 def test_a_killed_and_resumed_run_writes_the_bytes_of_an_undisturbed_one(
     workshop: Workshop, options: tuple[str, ...], files: tuple[str, ...], kills_at: tuple[int, ...]

@@ -255,6 +255,21 @@ def test_in_several_steps_a_round_the_ratio_is_against_the_policy_before_the_fir
     assert abs(second["train/ois"] - 1) > 1e-3
 
 
+def test_the_optimizer_starts_again_with_every_round_if_asked(new_policy: Make):
+    groups = [(1.0, 0.0), (0.0, 1.0), (1.0, 0.0), (0.5, 1.0)]
+    updates, seconds = {}, {}
+    for resets in (False, True):
+        policy = new_policy()
+        settings = given(prompts=2, train={"num_steps_per_rollout": 2, "reset_optimizer_states": resets})
+        reports = list(train(attempts(*groups), Models(policy), settings))
+        updates[resets] = [int(slots["step"]) for slots in policy.optimizer.state.values()]
+        seconds[resets] = [report.metrics["train/grad_norm"] for report in reports]
+    assert set(updates[False]) == {4}
+    assert set(updates[True]) == {2}  # of the second round
+    assert seconds[True][:3] == seconds[False][:3]  # the third step has a gradient before its update differs
+    assert seconds[True][3] != seconds[False][3]
+
+
 def test_rollouts_left_over_from_before_a_step_keep_the_log_probabilities_of_their_round(new_policy: Make):
     flat, good = (1.0, 1.0), (1.0, 0.0)
     samples = [

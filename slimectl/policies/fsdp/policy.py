@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from slimectl.policies.checkpoint import VALUE_HEAD, check_value_head, new_trainer_folder, read_tensors, write_float32
 from slimectl.policies.fsdp.model import Outputs, Request, TrainedModel
 from slimectl.policies.fsdp.trainer import FsdpTrainer
 from slimectl.policies.pack_plan import PackPlan
+from slimectl.policies.saving import SaveStreams
 from slimectl.system.model_files import trainer_folder
 from slimectl.types import TopTokens, TrainingSample
 
@@ -109,14 +109,11 @@ class FsdpActorCritic(FsdpPolicy):
         """Stream the weights without the value head, which engines do not load."""
         return (item for item in super().weights() if item[0] != WEIGHT)
 
-    def save(self, path: Path) -> None:
-        with self._awake():
-            super().save(path)
-            head = self._full_tensor(WEIGHT)
-            if self.rank == 0:
-                write_float32(new_trainer_folder(path) / VALUE_HEAD, {WEIGHT: head.shape}, iter([(WEIGHT, head)]))
-        if self.ranks > 1:
-            dist.barrier()
+    def _streams(self) -> SaveStreams:
+        streams = super()._streams()
+        head, shapes = ((WEIGHT, self._full_tensor(name)) for name in (WEIGHT,)), {WEIGHT: self.masters.shapes[WEIGHT]}
+        streams.add(head, lambda path, t: write_float32(new_trainer_folder(path) / VALUE_HEAD, shapes, t))
+        return streams
 
     def load(self, path: Path) -> None:
         check_value_head(path)

@@ -30,6 +30,7 @@ from slimectl.policies.checkpoint import (
     new_trainer_folder,
     read_tensors,
     read_trainer,
+    reads_moments,
     write_float32,
     write_trainer,
 )
@@ -52,6 +53,7 @@ from slimectl.policies.onednn_linear import ROWS, is_faster, use_onednn
 from slimectl.policies.optimizer import lr_at, trainable_names
 from slimectl.policies.options import TrainerOptions
 from slimectl.policies.pack_plan import PackPlan, Value, plan_packs
+from slimectl.policies.saving import SaveStreams, StreamSaver
 from slimectl.protocols import Adapter, CheckpointFormat, NamedTensors
 from slimectl.system.model_files import trainer_folder
 from slimectl.types import Loss, Metrics, TrainingSample
@@ -60,7 +62,7 @@ LAYER_PARAMETERS = 2
 """Number of parameters that hold the experts of a layer. A stream of single experts alternates between them."""
 
 
-class FsdpTrainer:
+class FsdpTrainer(StreamSaver):
     """Base class of policies and critics: everything except the computation on the hidden states.
 
     In a process group, every rank builds a trainer and makes the same calls. With `options.trains` False, no gradient
@@ -277,33 +279,38 @@ class FsdpTrainer:
     def consume_adapter(self, consumer: Callable[[Adapter], Any]) -> Any:
         return consumer(self.adapter())
 
-    def save(self, path: Path) -> None:
-        """Write float32 weights as a Hugging Face directory, with the trainer's state in a subfolder.
-
-        Adapters are merged into the weights, and also written to the folder `adapter` (peft's format).
-        """
-        with self._awake():
-            self._save(path)
-
-    def _save(self, path: Path) -> None:
-        updates = self._update_count()
-        moments, learned = self._moments(), iter(()) if self.adapters is None else self._trained_tensors()
+    def _streams(self) -> SaveStreams:
+        """Return float32 weights, moments and adapters, with the counts of now."""
+        state = {
+            "step": self.step,
+            "updates": self._update_count(),
+            "seed": self.options.seed,
+            "optimizer": dataclasses.asdict(self.options.optimizer),
+            "has_moments": self.options.saves_moments,
+        }
+        carried: CarriedWeights | None = None
+        weights: Iterator[tuple[str, Tensor]] = self.weights()
         if self.rank == 0:
             carried = CarriedWeights(self.checkpoint.open(self.model_dir), self.carried_names)
-            self.checkpoint.write(path, chain(self.weights(), carried))
-            write_float32(new_trainer_folder(path) / OPTIMIZER, self._moment_shapes(), moments)
-            if self.adapters is not None:
-                write_adapter(path / FOLDER, self.adapters.options, self.base_dir, self._shapes(), learned)
+            weights = chain(weights, carried)
+
+        def finish(path: Path) -> None:
             _, first = next(iter(self.checkpoint.read(path)))
             copy_companions(self.model_dir, path, first.dtype, carried)
-            optimizer = dataclasses.asdict(self.options.optimizer)
-            write_trainer(path, step=self.step, updates=updates, seed=self.options.seed, optimizer=optimizer)
-        else:
-            # Collective: rank 0 gathers its tensors from the parts of all ranks.
-            for _ in chain(self.weights(), moments, learned):
-                pass
-        if self.ranks > 1:
-            dist.barrier()
+            write_trainer(path, **state)
+
+        streams = SaveStreams(finish)
+        streams.add(weights, self.checkpoint.write)
+        if self.options.saves_moments:
+            shapes = self._moment_shapes()
+            streams.add(self._moments(), lambda path, t: write_float32(new_trainer_folder(path) / OPTIMIZER, shapes, t))
+        if self.adapters is not None:
+            options, base = self.adapters.options, self.base_dir
+            streams.add(
+                self._trained_tensors(),
+                lambda path, t: write_adapter(path / FOLDER, options, base, self._shapes(), t),
+            )
+        return streams
 
     def load(self, path: Path) -> None:
         self.memory.wake()
@@ -317,8 +324,10 @@ class FsdpTrainer:
             self.masters.read(self.checkpoint, path)
         else:
             self._read_adapter(path / FOLDER, self.adapters.options)
-        updates = float(state.get("updates", state["step"]))
-        self._read_moments(trainer_folder(path) / OPTIMIZER, updates)
+        if reads_moments(path, state, self.options):
+            self._read_moments(trainer_folder(path) / OPTIMIZER, float(state.get("updates", state["step"])))
+        else:
+            self.reset_optimizer()
         self.step = int(state["step"])
         self.masters.drop_gradients()
 
@@ -336,6 +345,13 @@ class FsdpTrainer:
                 moments.allocate(state, moment, master)
                 moments.write(state, moment, 0, local.view(-1))
             state["step"] = torch.tensor(updates, dtype=torch.float32, device=master.device)
+
+    def reset_optimizer(self) -> None:
+        """Implement protocols.ResettableOptimizer: set all moments and the count of updates to zero."""
+        self.memory.wake()
+        for state in self.optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
 
     def sleep(self, *, keep_weights: bool = False) -> None:
         """Implement protocols.Sleeper: move weights (unless they are kept), gradients and moments to the host."""

@@ -34,6 +34,7 @@ from slimectl.policies.megatron.model import PackedGPT
 from slimectl.policies.megatron.parameters import HEAD
 from slimectl.policies.megatron.trainer import MegatronTrainer
 from slimectl.policies.pack_plan import PackPlan
+from slimectl.policies.saving import SaveStreams
 from slimectl.protocols import NamedTensors, Weights
 from slimectl.system.model_files import trainer_folder
 from slimectl.types import Loss, Metrics, TopTokens, TrainingSample
@@ -225,13 +226,20 @@ class MegatronActorCritic(WithValueHead, MegatronPolicy):
         """Stream the weights without the value head, which engines do not load."""
         return (item for item in super().weights() if item[0] != NAME)
 
+    def _streams(self) -> SaveStreams:
+        streams, shapes = super()._streams(), {NAME: torch.Size((1, self._width))}
+        head = self.state.tensors([NAME], PARAM)
+        streams.add(head, lambda path, t: write_float32(new_trainer_folder(path) / VALUE_HEAD, shapes, t))
+        return streams
+
     def save(self, path: Path) -> None:
-        with self.memory.awake():
-            super().save(path)
-            ((_, head),) = self.state.tensors([NAME], PARAM)
-            if dist.get_rank() == 0:
-                write_float32(new_trainer_folder(path) / VALUE_HEAD, {NAME: head.shape}, iter([(NAME, head)]))
-        dist.barrier()
+        super().save(path)
+        if self.megatron.save_format == "torch_dist":
+            with self._awake():
+                ((_, head),) = self.state.tensors([NAME], PARAM)
+                if dist.get_rank() == 0:
+                    write_float32(new_trainer_folder(path) / VALUE_HEAD, {NAME: head.shape}, iter([(NAME, head)]))
+            dist.barrier()
 
     def load(self, path: Path) -> None:
         check_value_head(path)

@@ -30,6 +30,7 @@ from slimectl.policies.checkpoint import (
     copy_companions,
     new_trainer_folder,
     read_trainer,
+    reads_moments,
     write_float32,
     write_trainer,
 )
@@ -53,6 +54,7 @@ from slimectl.policies.optimizer import lr_at, trainable_names
 from slimectl.policies.options import MegatronOptions, TrainerOptions
 from slimectl.policies.pack_plan import available_columns, check_vocabulary, plan_pack
 from slimectl.policies.routed_experts import RoutingShape
+from slimectl.policies.saving import SaveStreams, StreamSaver
 from slimectl.protocols import Adapter, CheckpointFormat, Weights
 from slimectl.types import Metrics, TrainingSample
 
@@ -71,7 +73,7 @@ Evaluate = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(batch, hidden states) on the last stage: the loss of a micro-batch and its metrics."""
 
 
-class MegatronTrainer:
+class MegatronTrainer(StreamSaver):
     """Base class of policies and critics: everything except the computation on the hidden states.
 
     Every rank of torch.distributed's group (or only this process) builds a trainer and makes the same calls.
@@ -330,38 +332,43 @@ class MegatronTrainer:
         model computes with. Master weights and moments are in the optimizer's state, written by the ranks that hold
         them.
         """
-        trainer_state = {
+        if self.megatron.save_format != "torch_dist":
+            return super().save(path)
+        with self._awake():
+            checkpoint.save_torch_dist(
+                path, self.chunks, self.optimizer, companions=self.model_dir, carried=self.carried,
+                trainer_state=self._trainer_state(),
+            )  # fmt: skip
+        return None
+
+    def _trainer_state(self) -> dict[str, Any]:
+        return {
             "step": self.step,
             "updates": self.updates,
             "seed": self.options.seed,
             "optimizer": asdict(self.options.optimizer),
+            "has_moments": self.options.saves_moments,
         }
-        with self._awake():
-            if self.megatron.save_format == "torch_dist":
-                checkpoint.save_torch_dist(
-                    path, self.chunks, self.optimizer, companions=self.model_dir, carried=self.carried,
-                    trainer_state=trainer_state,
-                )  # fmt: skip
-            else:
-                self._save_hf(path, trainer_state)
 
-    def _save_hf(self, path: Path, trainer_state: dict[str, Any]) -> None:
-        shapes = checkpoint.shapes_of(self.updated)
-        moment_shapes = stacked_shapes(checkpoint.moment_shapes(self.updated))
-        moments = stacked(self.state.each(self.updated, MOMENTS), moment_shapes)
-        learned = self.state.tensors(() if self.adapters is None else shapes, PARAM)
-        if dist.get_rank() == 0:
-            self.checkpoint.write(path, chain(self.weights(), self.carried))
-            write_float32(new_trainer_folder(path) / OPTIMIZER, moment_shapes, moments)
-            if self.adapters is not None:
-                write_adapter(path / FOLDER, self.adapters.options, self.base_dir, shapes, learned)
+    def _streams(self) -> SaveStreams:
+        """Return float32 weights, moments and adapters, with the counts of now."""
+        shapes, trainer_state = checkpoint.shapes_of(self.updated), self._trainer_state()
+
+        def finish(path: Path) -> None:
             copy_companions(self.model_dir, path, torch.float32, self.carried)
             write_trainer(path, **trainer_state)
-        else:
-            # Collective: rank 0 gathers its tensors from the parts of all ranks.
-            for _ in chain(self.weights(), moments, learned):
-                pass
-        dist.barrier()
+
+        streams = SaveStreams(finish)
+        streams.add(chain(self.weights(), self.carried if dist.get_rank() == 0 else ()), self.checkpoint.write)
+        if self.options.saves_moments:
+            sizes = stacked_shapes(checkpoint.moment_shapes(self.updated))
+            moments = stacked(self.state.each(self.updated, MOMENTS), sizes)
+            streams.add(moments, lambda path, t: write_float32(new_trainer_folder(path) / OPTIMIZER, sizes, t))
+        if self.adapters is not None:
+            options, base = self.adapters.options, self.base_dir
+            learned = self.state.tensors(shapes, PARAM)
+            streams.add(learned, lambda path, t: write_adapter(path / FOLDER, options, base, shapes, t))
+        return streams
 
     def load(self, path: Path) -> None:
         """Load a checkpoint of either format. A model without optimizer gets only the weights."""
@@ -377,9 +384,22 @@ class MegatronTrainer:
         else:
             self._read_weights(path)
         self.step, self.updates = int(saved["step"]), int(saved.get("updates", saved["step"]))
-        checkpoint.load_moments(path, self.state, self.updated, updates=self.updates)
+        if reads_moments(path, saved, self.options):
+            checkpoint.load_moments(path, self.state, self.updated, updates=self.updates)
+        else:
+            self.reset_optimizer()
         optimizer.resume(self.optimizer, updates=self.updates)
         optimizer.drop_gradients(self.chunks, self.optimizer)
+
+    def reset_optimizer(self) -> None:
+        """Implement protocols.ResettableOptimizer: set all moments and the count of updates to zero."""
+        self.memory.wake()
+        for inner in optimizer.inners(self.optimizer):
+            for slots in inner.state.values():
+                for value in filter(torch.is_tensor, slots.values()):
+                    value.zero_()
+        self.updates = 0
+        optimizer.resume(self.optimizer, updates=0)
 
     def _read_adapter(self, path: Path, options: LoraOptions) -> None:
         """Load the trained adapter, and its base model if that differs from the current one."""

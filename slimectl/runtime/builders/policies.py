@@ -189,6 +189,8 @@ def _options(settings: Settings, folder: Path, role: Role, total_steps: int | No
         offload=train.offload,
         # Only the policy replays the engine's routing, not frozen models and critics.
         rollout_routing_replay=train.use_rollout_routing_replay and trains and not values,
+        saves_moments=not train.no_save_optim,
+        loads_moments=not train.no_load_optim,
         device=device(train.device),
         deterministic=settings.deterministic,
         seed=settings.run.seed,

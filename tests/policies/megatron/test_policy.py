@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,30 @@ def test_rows_without_weight_change_nothing_but_the_version(four_layers: ModelDi
     assert policy.forward_backward([], Clipped()) == {"loss": 0.0}
     policy.optim_step()
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.weights())
+
+
+def test_moments_start_again_and_a_save_in_the_background_has_the_state_of_its_start(
+    four_layers: ModelDir, tmp_path: Path
+):
+    def step(policy: Any, seed: int) -> dict[str, float]:
+        return policy.forward_backward(random_rows(seed=seed), Clipped()) | policy.optim_step()
+
+    policy, other = megatron(four_layers()), megatron(four_layers(), loads_moments=False)
+    step(policy, 0)
+    folders = [tmp_path / name for name in ("now", "later")]
+    for folder in folders:
+        folder.mkdir()
+    policy.save(folders[0])
+    policy.save_in_background(folders[1])
+    policy.reset_optimizer()
+    other.load(folders[0])
+    for seed in (1, 2):
+        assert step(policy, seed) == step(other, seed)
+    while not policy.is_saved():
+        time.sleep(0.01)
+    files = [{str(f.relative_to(d)): f.read_bytes() for f in d.rglob("*") if f.is_file()} for d in folders]
+    assert files[0] == files[1]
+    assert "trainer/optimizer.safetensors" in files[0]
 
 
 def test_decay_spares_norms_and_biases(four_layers: ModelDir):
