@@ -8,6 +8,9 @@ from collections import Counter
 import pytest
 
 from slimectl.data.difficulty_pools import DifficultyPools, PoolOptions
+from slimectl.errors import SettingsError
+from slimectl.settings.layers import from_assignments
+from slimectl.settings.loading import resolve
 
 BOUNDS = {"easy_threshold": 0.75, "hard_threshold": 0.25}
 ROWS = range(8)
@@ -102,3 +105,21 @@ def test_a_resume_repeats_the_draws(finished: int):
     resumed = DifficultyPools(options, state, position=finished)
     assert answered(resumed, range(finished, 40)) == rows[finished:]
     assert resumed.to_json() == whole.to_json()
+
+
+@pytest.mark.parametrize(
+    ("assignments", "words"),
+    [
+        (["rollout.easy_threshold=0.5", "rollout.data_weights=[1]"],
+         "rollout.data_weights and rollout.easy_threshold, hard_threshold or retire_after cannot be combined"),
+        (["rollout.retire_after=1", "rollout.data_source_path=a:b"], "both decide which prompt comes next"),
+        (["rollout.retire_after=1", "rollout.function_path=a:b"], "pools need the loop over prompts"),
+        (["rollout.easy_threshold=0.2", "rollout.hard_threshold=0.3"], "0.3 is not below rollout.easy_threshold: 0.2"),
+        (["rollout.easy_threshold=0.5", "rollout.easy_fraction=1"], "are more than 1 together"),
+        (["rollout.easy_fraction=0.5"], "rollout.easy_fraction has no effect without rollout.easy_threshold"),
+        (["algorithm.name=dpo", "train.ppo_epochs=2"], "train.ppo_epochs: dpo does not train on rounds of rollouts"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other_are_refused(assignments: list[str], words: str):
+    with pytest.raises(SettingsError, match=words):
+        resolve([from_assignments(assignments)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from test_run_stage import Bytes, Echo, settings
 
+from slimectl.data.difficulty_pools import DifficultyPools, PoolOptions
 from slimectl.data.records import sampler_state_from_json, sampler_state_to_json
 from slimectl.errors import HookError, RecordError, SlimectlError
 from slimectl.executors.local import LocalExecutor
@@ -60,7 +62,7 @@ def rounds(prompts: Any, engine: Echo, *, rollout: dict[str, Any] | None = None,
     reward = more.pop("reward", lambda sample: 1.0)
     hooks = Hooks(**{key: more.pop(key) for key in ("keep_group", "take_from_buffer") if key in more})
     generator = GroupGenerator(engine, Bytes(), chosen, more.pop("agent", single_turn), hooks)
-    source = PromptSource(prompts, generator, state)
+    source = PromptSource(prompts, generator, state, pools=more.pop("pools", None))
     given = given.model_copy(update={"rollout": chosen})
     return sampled_rounds(source, reward, given, executor=LocalExecutor(), **more)
 
@@ -288,3 +290,54 @@ def test_an_agent_may_take_a_whole_group_under_the_present_name_and_the_earlier_
     options = {"n_samples_per_prompt": 3}
     made = next(rounds(lengths(1, 1), Slow(), rollout=options, agent=agent, rollout_batch_size=2))
     assert (sizes, numbers(made)) == ([3, 3], [0, 0, 0, 1, 1, 1])
+
+
+def pooled(state: SamplerState, **more: Any) -> Any:
+    """Rounds of two of five prompts, of which the last two are always solved and then retired."""
+    pools = DifficultyPools(PoolOptions(retire_after=1), state.source, position=state.position)
+
+    def prompts() -> Iterator[Prompt]:
+        for number in itertools.count(state.position):
+            if (row := pools.draw(number, range(5))) is None:
+                return
+            yield Prompt(chr(row + 1) + chr(1), label="", index=number)
+
+    def solved(sample: Sample) -> float:
+        return float(ord(sample.prompt[0]) > 3)
+
+    return rounds(prompts(), Echo(), state=state, pools=pools, reward=solved, rollout_batch_size=2, **more)
+
+
+def rows(made: RolloutBatch) -> list[int]:
+    return [ord(sample.prompt[0]) - 1 for sample in made.samples]
+
+
+@pytest.mark.parametrize("filtered", [False, True], ids=["all groups", "a filter"])
+def test_results_of_a_round_decide_what_the_next_ones_draw(filtered: bool):
+    # With the filter, prompt 1 is dropped and replaced by the next one each time.
+    hooks = {"keep_group": lambda samples: samples[0].prompt[0] != chr(2)} if filtered else {}
+    made = list(pooled(SamplerState(), num_rollout=4, **hooks))
+    alone = [sorted(set(rows(batch))) for batch in made]
+    assert alone == ([[0, 2], [3, 4], [0, 2], [0, 2]] if filtered else [[0, 1], [2, 3], [0, 4], [1, 2]])
+    retired = [batch.metrics["rollout/pool/retired"] for batch in made]
+    assert retired == ([0, 2, 2, 2] if filtered else [0, 1, 2, 2])
+    for done in range(1, 4):
+        assert made[done - 1].state is not None
+        rest = pooled(copy_through_json(made[done - 1].state), num_rollout=4, **hooks)
+        assert [(rows(batch), numbers(batch), batch.metrics) for batch in rest] == [
+            (rows(batch), numbers(batch), batch.metrics) for batch in made[done:]
+        ]
+
+
+def test_rounds_end_when_every_prompt_is_retired():
+    pools = DifficultyPools(PoolOptions(retire_after=1))
+
+    def prompts() -> Iterator[Prompt]:
+        for number in itertools.count():
+            if (row := pools.draw(number, range(3))) is None:
+                return
+            yield Prompt(chr(row + 1) + chr(1), label="", index=number)
+
+    made = list(rounds(prompts(), Echo(), pools=pools, rollout_batch_size=3, num_rollout=9))
+    assert len(made) == 1
+    assert made[0].metrics["rollout/pool/retired"] == 3
