@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slimectl.algorithms.baselines import group_normalized
 from slimectl.algorithms.estimators import TrainingBatch, discounted, mask_of, reference_kl
+from slimectl.algorithms.normalization import clamped
 from slimectl.errors import RecordError
 from slimectl.settings.policy_gradient import TurnCredit
 from slimectl.settings.rollout_algorithms import Gigpo, TurnGrpo
@@ -114,13 +115,17 @@ def _distinct(batch: TrainingBatch) -> list[RewardedTurn]:
 
 
 def _at_tokens(batch: TrainingBatch, algorithm: TurnCredit, advantages: ByTurn) -> list[Tensor]:
-    """Return the value of each turn at its trained tokens, minus the divergence from the reference. 0 elsewhere."""
+    """Return the value of each turn, bounded by reward_clip, at its trained tokens. 0 elsewhere.
+
+    The divergence of each token from the reference is subtracted.
+    """
+    bounded = dict(zip(advantages, clamped(advantages.values(), algorithm.reward_clip), strict=True))
     rows = []
     for row, i in zip(batch.rows, batch.positions, strict=True):
         mask_T = mask_of(row)
         values_T = torch.zeros_like(mask_T)
         for turn in batch.turns[i]:
-            values_T[turn.start : turn.end] = advantages[turn.key]
+            values_T[turn.start : turn.end] = bounded[turn.key]
         if algorithm.kl_coef:
             values_T -= algorithm.kl_coef * reference_kl(row)
         rows.append(values_T * (mask_T != 0))

@@ -363,3 +363,14 @@ class TurnCredit(ClippedRatio):
                 f"algorithm.name {self.name} learns from them. Drop the key."
             )
         yield from super().conflicts(temperature=temperature)
+
+
+class ComparedTurns(TurnCredit):
+    """Algorithms that compare the returns of turns with each other."""
+
+    grpo_std_normalization: bool = True
+    """Divide by the standard deviation of the returns that are compared."""
+
+    @property
+    def std_normalization(self) -> bool:
+        return self.grpo_std_normalization

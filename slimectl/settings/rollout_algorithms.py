@@ -8,7 +8,14 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from slimectl.settings.needs import Baseline, CriticOptions, Need
-from slimectl.settings.policy_gradient import ClippedRatio, GroupNormalized, NormalizedRewards, RatioBounds, TurnCredit
+from slimectl.settings.policy_gradient import (
+    ClippedRatio,
+    ComparedTurns,
+    GroupNormalized,
+    NormalizedRewards,
+    RatioBounds,
+    TurnCredit,
+)
 
 
 class Grpo(GroupNormalized, ClippedRatio):
@@ -293,7 +300,7 @@ class Ppo(ReinforceFamily):
         )
 
 
-class TurnGrpo(GroupNormalized, TurnCredit):
+class TurnGrpo(ComparedTurns):
     """GRPO per turn: normalised returns of turns (Ding et al. 2025, arXiv:2511.14846)."""
 
     name: Literal["turn_grpo"] = "turn_grpo"
@@ -308,7 +315,7 @@ class TurnGrpo(GroupNormalized, TurnCredit):
         return super().needs - ({Need.GROUPS} if self.turn_baseline == "batch" else set())
 
 
-class Gigpo(GroupNormalized, TurnCredit):
+class Gigpo(ComparedTurns):
     """Group-in-group policy optimisation: attempts are compared, and turns from equal states (arXiv:2505.10978)."""
 
     name: Literal["gigpo"] = "gigpo"
@@ -324,13 +331,16 @@ class Gigpo(GroupNormalized, TurnCredit):
     """Weight of the advantage of the whole attempt."""
 
 
-class StepReinforce(ReinforceFamily, TurnCredit):
+class StepReinforce(TurnCredit):
     """REINFORCE per turn: discounted returns of turns, whitened over the round as in REINFORCE++ (arXiv:2501.03262)."""
 
     baseline: ClassVar[Baseline] = "none"
 
     name: Literal["step_reinforce"] = "step_reinforce"
     """Which algorithm."""
+
+    normalize_advantages: bool = True
+    """Whiten the advantages over all tokens of the round."""
 
     turn_gamma: Annotated[float, Field(gt=0, le=1)] = 0.95
     """Discount factor of the rewards of later turns."""

@@ -137,6 +137,14 @@ def test_returns_of_step_reinforce_are_whitened_over_the_tokens_of_the_round():
     assert [of_turns(row) for row in rows] == [pytest.approx([0.0, 0.5 / std]), pytest.approx([-0.5 / std])]
 
 
+def test_returns_are_bounded_before_they_are_whitened():
+    samples = [attempt(0, [9.0]), attempt(1, [-9.0]), attempt(2, [0.5])]
+    rows = advantages("turn_grpo", samples, reward_clip=2.0, grpo_std_normalization=False)
+    assert [of_turns(row) for row in rows] == [[2.0], [-2.0], [pytest.approx(0.5 - 0.5 / 3)]]
+    plain_returns = advantages("step_reinforce", samples, reward_clip=2.0, normalize_advantages=False)
+    assert [of_turns(row) for row in plain_returns] == [[2.0], [-2.0], [0.5]]
+
+
 def test_divergence_is_charged_to_each_token():
     samples = [attempt(0, [1.0]), attempt(1, [0.0])]
     rows = advantages("turn_grpo", samples, kl_coef=0.2, grpo_std_normalization=False)
