@@ -483,7 +483,7 @@ ALGORITHM_ROWS: dict[str, Row] = {
     "eps_clip": training(0.05),
     "eps_clip_high": training(0.02),
     "eps_clip_c": training(1.01, algorithm__use_rollout_logprobs=True),
-    "gdpo_weights": elsewhere("algorithms/test_gdpo.py::"),
+    "gdpo_weights": training({"other": 1.0}),
     "grpo_std_normalization": training("other"),
     "topr_level": training("token"),
     "topr_clip": training(0.5),

@@ -126,7 +126,8 @@ def test_a_setting_of_an_algorithm_changes_what_is_learnt_or_is_refused(place: W
         row = ALGORITHM_ROWS.get(key, Row())
         if row.observation is None:
             continue
-        settings = filled(STEPS | _known(row, algorithm) | {"algorithm.name": name}, place)
+        given = {"algorithm.gdpo_weights": {"score": 1.0}} if name == "gdpo" else {}
+        settings = filled(STEPS | given | _known(row, algorithm) | {"algorithm.name": name}, place)
         value = not field.default if row.value == "other" or row.value is field.default else row.value
         plain = place.observe(row.observation, settings)
         changed = place.observe(row.observation, settings | {f"algorithm.{key}": filled(value, place)})

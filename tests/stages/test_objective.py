@@ -40,7 +40,7 @@ def attempts() -> list[Sample]:
             index=3 * group + i,
             tokens=[65 + group, 66, *range(100 + 10 * i, 100 + 10 * i + length)],
             response_length=length,
-            reward=reward,
+            reward={"score": reward, "right": reward},
             turn_rewards=[{"reward": reward, "state": "start"}],
             status=Status.COMPLETED,
             weight_versions=["0"],
@@ -50,8 +50,13 @@ def attempts() -> list[Sample]:
     ]
 
 
+def named(name: str) -> dict[str, Any]:
+    """The algorithm's settings without which it does not run."""
+    return {"name": name} | ({"gdpo_weights": {"right": 2.0}} if name == "gdpo" else {})
+
+
 def algorithm(name: str, **changes: Any) -> PolicyGradient:
-    made = ALGORITHMS[name].model_validate({"name": name, **changes})
+    made = ALGORITHMS[name].model_validate(named(name) | changes)
     assert isinstance(made, PolicyGradient)
     return made
 
@@ -84,6 +89,8 @@ ADVANTAGES = {
     "topr": CENTRED,
     "rloo": [1.0, -0.5, -0.5, 0.5, 0.5, -1.0],  # 1 - 0, 0 - 1/2, …, 1 - 1/2, …, 0 - 1
     "opo": [0.8, -0.2, -0.2, 0.4, 0.4, -0.6],  # baselines 2 / 10 and (2 + 4) / 10
+    # The weighted values sum to 0, with squares 4 * 2 * (1 + 1/4 + 1/4) * 4/3 = 16 over 6 attempts.
+    "gdpo": [2 * value / (16 / 5) ** 0.5 for value in NORMALIZED],
     "maxrl": [2.0, -1.0, -1.0, 0.5, 0.5, -1.0],  # over means of 1/3 and 2/3
     "reinforce_plus_plus": RETURNS,
     "reinforce_plus_plus_baseline": [(value + 0.1) / C_STD for value in CENTRED],
@@ -231,7 +238,7 @@ def policy(model_dir: Callable[..., Path]) -> FsdpPolicy:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_policy_takes_steps_of_every_algorithm(name: str, policy: FsdpPolicy):
-    chosen = {"algorithm": {"name": name}, "train": {"num_steps_per_rollout": 2}}
+    chosen = {"algorithm": named(name), "train": {"num_steps_per_rollout": 2}}
     rounds = {"run": {"rollout_batch_size": 2}, "rollout": {"n_samples_per_prompt": 3}}
     before = {name: tensor.clone() for name, tensor in policy.weights()}
     settings = Settings.model_validate(chosen | rounds)
