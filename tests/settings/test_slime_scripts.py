@@ -269,6 +269,10 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
         f"--opd-teacher-loads /t --custom-rm-path {HELPERS}.zero_reward_func",
         {"algorithm.name": "opd", "algorithm.opd_divergence": "reverse_kl", "algorithm.opd_top_k": "100",
          "algorithm.opd_teacher_load": "/t"}),
+    "checkpoints": (
+        "START --async-save --no-save-optim --no-load-optim --reset-optimizer-states",
+        {"run.async_save": True, "train.no_save_optim": True, "train.no_load_optim": True,
+         "train.reset_optimizer_states": True}),
     "muon": ("START --train-backend fsdp --optimizer muon --muon-momentum 0.9",
              {"train.optimizer": "muon", "train.muon_momentum": "0.9"}),
     "supervised by the asynchronous program": (

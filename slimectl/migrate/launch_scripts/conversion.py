@@ -151,7 +151,7 @@ class Conversion:
     sources: dict[str, str] = field(default_factory=dict)
     omissions: list[Omission] = field(default_factory=list)
     defaults: list[str] = field(default_factory=list)
-    """Flags with the same values as the defaults here."""
+    """Flags with the same values as the defaults here, or with values that change nothing."""
     problems: list[str] = field(default_factory=list)
     """Contradictions between settings that only the user can resolve."""
     settings: Settings = field(default_factory=Settings)
@@ -354,6 +354,9 @@ REPEATABLE = ("eval_prompt_data", "rollout_sample_hook_path")
 
 def take(conversion: Conversion, flag: Flag, row: Row) -> None:
     """Set the key of a flag by its row, or list the flag with the reason."""
+    if not row.key and row.neutral and row.is_neutral(flag):
+        conversion.defaults.append(f"{flag} ({flag.place})")
+        return
     if not row.key:
         conversion.omit(flag, row.text, by_hand=not row.is_neutral(flag))
         return

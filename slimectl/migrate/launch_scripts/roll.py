@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slimectl.errors import SettingsError
-from slimectl.migrate.launch_scripts.conversion import ROWS, Conversion, Dialect, Row, omit_unlisted, take, typed
+from slimectl.migrate.launch_scripts.conversion import ROWS, Conversion, Dialect, Row, is_on, omit_unlisted, take, typed
 from slimectl.migrate.launch_scripts.flags import Flag
 from slimectl.migrate.launch_scripts.megatron import hand_over
 from slimectl.migrate.launch_scripts.roll_algorithm import (
@@ -60,8 +60,10 @@ def _take_field(conversion: Conversion, flag: Flag, leaf: str) -> None:
     """Convert a key of the trainer's strategy, which is a field of Megatron if Megatron trains."""
     if conversion.text(f"{TRAIN}strategy_args.strategy_name") != "megatron_train":
         conversion.omit(flag, "training is sharded by train.backend, not by DeepSpeed")
-    elif leaf in ("bf16", "save_only_model", "is_lora_optimizer_offload"):
-        conversion.omit(flag, "train.dtype is the precision, and a checkpoint has all that a run needs to resume")
+    elif leaf == "save_only_model":
+        take(conversion, flag, Row(leaf, "train.no_save_optim", convert=is_on))
+    elif leaf in ("bf16", "is_lora_optimizer_offload"):
+        conversion.omit(flag, "train.dtype is the precision, and train.offload what is kept in host memory")
     else:
         hand_over(conversion, flag, leaf)
 

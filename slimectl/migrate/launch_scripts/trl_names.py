@@ -17,6 +17,7 @@ from slimectl.migrate.launch_scripts.values import (
     layers,
     number,
     on,
+    optimizer,
     positive,
     texts,
     trackers,
@@ -164,7 +165,8 @@ TRAINING = (
     Row("full_determinism", "train.deterministic", convert=on),
     *namesakes("train", "weight_decay adam_beta1"),
     Row("adam_beta2", "train.adam_beta2", default=0.999),
-    Row("optim optim_args optim_args.NAME optim_target_modules", text="the optimizer is AdamW"),
+    Row("optim", "train.optimizer", "8-bit variants are train.optimizer_state_dtype = int8", optimizer),
+    Row("optim_args optim_args.NAME optim_target_modules", text="all matrices have one optimizer"),
     Row("per_device_train_batch_size", "train.global_batch_size", "times processes and accumulation", default=8),
     Row("gradient_accumulation_steps", "train.global_batch_size", "as above"),
     Row("steps_per_generation", "run.rollout_batch_size", "rounds of several steps: prompts of a round"),
@@ -193,9 +195,10 @@ RUNNING = (
     Row("save_steps", "run.save_interval", "in rounds here; 500 steps there", number),
     Row("save_total_limit", "run.keep_checkpoints", convert=positive),
     Row("save_strategy enable_jit_checkpoint restore_callback_states_from_checkpoint do_predict fp16_full_eval "
-        "bf16_full_eval prediction_loss_only trackio_bucket_id save_only_model save_safetensors save_on_each_node "
+        "bf16_full_eval prediction_loss_only trackio_bucket_id save_safetensors save_on_each_node "
         "load_best_model_at_end metric_for_best_model greater_is_better resume_from_checkpoint overwrite_output_dir "
         "do_train do_eval", text=ENDS),
+    Row("save_only_model", "train.no_save_optim", convert=on),
     Row("eval_steps", "eval.interval", "in rounds here", number),
     Row("eval_strategy evaluation_strategy", text="set eval.interval and eval.before_train"),
     Row("eval_on_start", "eval.before_train", convert=on, default=False),

@@ -109,6 +109,18 @@ def weights(flag: Flag) -> list[float]:
     return numbers
 
 
+def optimizer(flag: Flag) -> Many:
+    """An optimizer by its name in transformers. Its 8-bit variants keep moments in int8."""
+    name = flag.text.strip().lower()
+    if "muon" in name:
+        return Many({"train.optimizer": "muon"})
+    if "adam" not in name:
+        raise ValueError(f"{flag.text} has no counterpart. Available: adamw, muon")
+    if "8bit" not in name:
+        raise Unneeded(f"{flag.text} is adamw, as here")
+    return Many({"train.optimizer_state_dtype": "int8"})
+
+
 def mib(flag: Flag) -> int:
     """Bytes to MiB."""
     return max(1, integer(flag) >> 20)

@@ -169,6 +169,7 @@ POLICY = (
     Row(f"{ACTOR}profiler.NAME actor_rollout_ref.ref.profiler.NAME actor_rollout_ref.rollout.profiler.NAME "
         "critic.profiler.NAME global_profiler.NAME actor_rollout_ref.profiler.NAME profile.NAME",
         text="run.profile sets the rounds to profile"),
+    Row(f"{ACTOR}checkpoint.async_save", "run.async_save", convert=on),
     Row(f"{ACTOR}checkpoint.NAME", text="a checkpoint has all that a run needs to resume"),
     Row("actor_rollout_ref.ref.sync_ref_model", neutral=OFF,
         text="set algorithm.ref_update_interval to renew the reference; it is not mixed"),
