@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from slimectl.executors.local import LocalExecutor
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve
+from slimectl.stages.grader import Grader
 from slimectl.stages.metrics import component_metrics, repeats, round_metrics, round_perf, row_metrics, turn_metrics
+from slimectl.stages.score import score
 from slimectl.types import Sample, Status, TrainingSample
 
 
@@ -83,6 +86,18 @@ def test_every_component_of_the_rewards_has_its_mean_and_deviation():
     assert alone == {"rollout/reward/a_b": 0.5, "rollout/reward/a_b/std": 0.0,
                      "rollout/reward/score": 2.0, "rollout/reward/score/std": 0.0}  # fmt: skip
     assert component_metrics("rollout/", [sample(0, 1.0)], None) == {}
+
+
+def test_components_of_an_agents_own_reward_are_kept_and_reported():
+    agent = resolve([from_assignments(["rollout.custom_generate_function_path=agent.py:play"])]).settings
+    rewards = [{"score": 1.5, "solved": 1.0, "tidy": 0.5}, {"score": 0.0, "solved": 0.0, "tidy": 0.0}]
+    samples = [sample(i, reward, group=i) for i, reward in enumerate(rewards)]  # type: ignore[arg-type]
+    scored = list(score(samples, Grader(agent), agent.score, executor=LocalExecutor()))
+    assert [each.reward for each in scored] == rewards
+    assert component_metrics("rollout/", scored, None) == {
+        "rollout/reward/solved": 0.5, "rollout/reward/solved/std": 0.5,
+        "rollout/reward/tidy": 0.25, "rollout/reward/tidy/std": 0.25,
+    }  # fmt: skip
 
 
 def test_what_track_asks_for_besides():
