@@ -226,9 +226,10 @@ YAML: list[tuple[str, dict[str, Any], str]] = [
         "column": "tag", "types": {"deepmath": "math", "aime": "math", "KodCode": "code", "RLVR": {"type": "judge"}}}},
      "score.rm_options.types.RLVR.url"),
     (ROLL + OPEN_JUDGE + "    judge_model_name: m\n    judge_api_url: http://j/v1\n    judge_api_key: sk-1\n"
-     "    generating_args: {max_new_tokens: 100, temperature: 0.8}\n",
+     "    generating_args: {max_new_tokens: 100, temperature: 0.8, top_p: 0.8}\n",
      {"score.rm_type": "judge", "score.rm_options": {"model": "m", "url": "http://j/v1", "api_key_env": "JUDGE_API_KEY",
-                                                     "max_tokens": 100, "temperature": 0.8}}, ""),
+                                                     "max_tokens": 100, "temperature": 0.8,
+                                                     "body": {"top_p": 0.8}}}, ""),
     (ROLL + "rewards: {cv: {worker_cls: a.DetectionRewardWorker}}\n", {"score.rm_type": None}, "score.rm_type"),
     (ROLL + OPEN + "    query_filter_config: {type: std_filter, filter_args: {std_threshold: 0.0}}\n"
      "max_additional_running_prompts: 8\nrollout_batch_size: 64\n",

@@ -18,9 +18,10 @@ WORKERS = {
     "CrossThinkQARuleRewardWorker": "boxed_gpqa",
     "MultipleChoiceBoxedRuleRewardWorker": "boxed_gpqa",
     "GeneralValRuleRewardWorker": "gpqa",
-    "LLMJudgeRewardWorker": "judge",
 }
 """The verifier of each class of workers."""
+JUDGES = "LLMJudgeRewardWorker"
+"""End of the names of classes whose workers ask a judge."""
 NOTES = {
     "code": "give rows metadata.tests, which `code` reads in place of test_cases",
     "ifeval": "give rows metadata.instruction_id_list and kwargs, which `ifeval` reads in place of ground_truth",
@@ -41,8 +42,10 @@ LENGTH_PENALTY = 'make the reward of the domain a sum with {type = "length_penal
 def unlisted_reward(conversion: Conversion, flag: Flag) -> None:
     """List a key of a domain. Keys that place a worker have no effect here, and others are left to the user."""
     _, _, name = flag.name.split(".", 2) if flag.name.count(".") > 1 else ("", "", flag.name)
-    if name == "response_length_penalty_coef":
-        conversion.omit(flag, LENGTH_PENALTY, by_hand=_number(flag) != 0)
+    if name == "response_length_penalty_coef" and _number(flag) == 0:
+        conversion.defaults.append(f"{flag} ({flag.place})")
+    elif name == "response_length_penalty_coef":
+        conversion.omit(flag, LENGTH_PENALTY, by_hand=True)
     elif name in ("reward_type", "format_pattern"):
         conversion.omit(flag, REWARD_TYPE)
     elif name.startswith(OF_WORKERS):
@@ -81,8 +84,8 @@ def settle_reward(conversion: Conversion) -> None:
         worker = f"rewards.{domain}.worker_cls"
         kind = conversion.text(worker).rpartition(".")[2]
         sources += [name for name in (worker, f"rewards.{domain}.tag_included") if name in conversion.flags]
-        if kind in WORKERS:
-            verifier = _judge(conversion, domain, sources) if WORKERS[kind] == "judge" else WORKERS[kind]
+        if kind in WORKERS or kind.endswith(JUDGES):
+            verifier = _judge(conversion, domain, sources) if kind.endswith(JUDGES) else WORKERS[kind]
             types |= dict.fromkeys(tags, verifier)
             if isinstance(verifier, dict):
                 _ask_for_judge(conversion, domain, tags, verifier, is_only=len(domains) == 1)
@@ -143,6 +146,12 @@ def _judge(conversion: Conversion, domain: str, sources: list[str]) -> dict[str,
         if name in conversion.flags and not conversion.is_unknown(name) and (is_local or "model_args" not in leaf):
             judge.setdefault(option, typed(conversion.flags[name]))
             sources.append(name)
+    body = [
+        name for key in ("top_p", "top_k") if (name := f"rewards.{domain}.generating_args.{key}") in conversion.flags
+    ]
+    if body and not conversion.is_unknown(*body):
+        judge["body"] = {name.rpartition(".")[2]: typed(conversion.flags[name]) for name in body}
+        sources += body
     if f"rewards.{domain}.judge_api_key" in conversion.flags:
         judge["api_key_env"] = "JUDGE_API_KEY"
         sources.append(f"rewards.{domain}.judge_api_key")
