@@ -64,24 +64,36 @@ class Int8Moments(Moments):
 
     def allocate(self, state: State, name: str, parameter: Tensor) -> None:
         if name not in state:
-            empty = dynamic_map(signed=name != MOMENTS[1]).tolist().index(0.0)
-            state[name] = torch.full_like(parameter, empty, dtype=self.dtype)
+            state[name] = torch.zeros_like(parameter, dtype=self.dtype)  # any code: the scales are 0
             state[_scale(name)] = parameter.new_zeros(-(-parameter.numel() // BLOCK), dtype=torch.float32)
 
     def read(self, state: State, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         codes = state[name].view(-1)[start:stop]
-        values = dynamic_map(signed=name != MOMENTS[1]).to(codes.device)[codes.int()]
+        values = _tables(name, codes.device)[0].index_select(0, codes.int())
         scales = state[_scale(name)][start // BLOCK :][: -(-len(codes) // BLOCK)]
         return (_blocks(values) * scales[:, None]).view(-1)[: len(codes)]
 
     def write(self, state: State, name: str, start: int, values: Tensor, noise: Tensor | None = None) -> None:
-        values_map = dynamic_map(signed=name != MOMENTS[1]).to(values.device)
         blocks = _blocks(values)
         scales = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
         state[_scale(name)][start // BLOCK :][: len(blocks)].copy_(scales[:, 0])
-        relative = blocks / scales.masked_fill(scales == 0, 1)
-        codes = torch.bucketize(relative, (values_map[1:] + values_map[:-1]) / 2, out_int32=True)
-        state[name].view(-1)[start : start + len(values)].copy_(codes.view(-1)[: len(values)])
+        relative = (blocks / scales.masked_fill(scales == 0, 1)).view(-1)[: len(values)]
+        _, middles, first_codes = _tables(name, values.device)
+        # Bits 16 to 31 bound a value to an interval with at most one middle of neighboring values.
+        codes = first_codes.index_select(0, relative.view(torch.int32).bitwise_right_shift(16).bitwise_and_(0xFFFF))
+        codes += relative > middles.index_select(0, codes)
+        state[name].view(-1)[start : start + len(values)].copy_(codes)
+
+
+@cache
+def _tables(name: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a moment's map, the middles of neighbors in it, and the lowest code for each value of bits 16 to 31."""
+    values = dynamic_map(signed=name != MOMENTS[1])
+    middles = (values[1:] + values[:-1]) / 2
+    upper = torch.arange(2**16)
+    lowest = (upper << 16).where(upper < 2**15, (upper << 16 | 0xFFFF) - 2**32).to(torch.int32).view(torch.float32)
+    codes = torch.bucketize(lowest.nan_to_num(1.0), middles, out_int32=True)
+    return values.to(device), torch.cat([middles, torch.tensor([torch.inf])]).to(device), codes.to(device)
 
 
 PRECISIONS: dict[str, Moments] = {"float32": Moments(), "bfloat16": Bfloat16Moments(), "int8": Int8Moments()}

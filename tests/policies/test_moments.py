@@ -52,6 +52,21 @@ def test_values_are_rounded_within_their_block_and_those_read_are_stored_unchang
     assert (state[name].dtype, state[name].shape, state[f"{name}_scale"].shape) == (torch.uint8, (1000,), (4,))
 
 
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_codes_are_of_the_nearest_values_by_a_search(name: str):
+    values_map = dynamic_map(signed=name == "exp_avg")
+    middles = (values_map[1:] + values_map[:-1]) / 2
+    near = [torch.nextafter(middles, torch.tensor(bound)) for bound in (2.0, -2.0)]
+    # -1 would be the first of the largest values of its block, and so be stored as 1 with a negative scale.
+    spread = torch.linspace(-0.9999 if name == "exp_avg" else 0, 1, 100_001)
+    values = torch.cat([values_map, middles, *near, spread, torch.zeros(3)])
+    codes = []
+    for block in values.split(255):  # each with a largest value of 1
+        _, state = stored(torch.cat([block, torch.ones(1)]), name)
+        codes.append(state[name][:-1])
+    assert torch.equal(torch.cat(codes).int(), torch.bucketize(values, middles, out_int32=True))
+
+
 def test_steps_stay_near_those_of_adamw():
     draw = torch.Generator().manual_seed(0)
     weights = [torch.ones(5000, requires_grad=True) for _ in range(2)]
