@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -24,9 +24,6 @@ from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.protocols import Weights
 from slimectl.system.model_files import MAX_CONFIG_BYTES, TRAINER_STATE, check_file, read_json, trainer_folder
 from slimectl.system.stdio import logger
-
-if TYPE_CHECKING:
-    from slimectl.policies.options import TrainerOptions
 
 OPTIMIZER = "optimizer.safetensors"
 TRAINER = "trainer.json"
@@ -127,28 +124,6 @@ def read_trainer(path: Path) -> dict[str, Any]:
     except (CheckpointError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file}: damaged ({error}). Resume from another checkpoint.") from error
     return state
-
-
-def reads_moments(path: Path, state: Mapping[str, Any], options: TrainerOptions) -> bool:
-    """Return whether to load the moments of a checkpoint with this trainer.json. Logs why a trainer gets none.
-
-    Raises CheckpointError if another optimizer saved them.
-    """
-    if not options.trains:
-        return False
-    if not options.loads_moments:
-        logger.warning(f"{path}: the optimizer's moments start at zero (train.no_load_optim)")
-        return False
-    if not state.get("has_moments", True):
-        logger.warning(f"{path}: saved without the optimizer's moments (train.no_save_optim), which start at zero")
-        return False
-    saved = state.get("optimizer", {}).get("name", "adamw")
-    if saved != options.optimizer.name:
-        raise CheckpointError(
-            f"{path}: saved with train.optimizer = {saved!r}, which has other moments than {options.optimizer.name!r}."
-            f" Set train.optimizer={saved}, or start with new moments: -s train.no_load_optim=true"
-        )
-    return True
 
 
 def saved_options(path: Path) -> tuple[int, OptimizerOptions] | None:

@@ -1,9 +1,9 @@
-"""Saving a trainer's state as a stream of tensors, at once or in the background from a copy in host memory."""
+"""Saving a trainer's state as a stream of tensors, at once or in the background, and which of it is loaded."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -12,6 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+from slimectl.errors import CheckpointError
+from slimectl.policies.options import TrainerOptions
+from slimectl.system.stdio import logger
 
 Tensors = Iterable[tuple[str, Tensor]]
 
@@ -104,3 +108,25 @@ class StreamSaver:
 
 def _is_writer() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def reads_moments(path: Path, state: Mapping[str, Any], options: TrainerOptions) -> bool:
+    """Return whether to load the moments of a checkpoint with this trainer.json. Logs why a trainer gets none.
+
+    Raises CheckpointError if another optimizer saved them.
+    """
+    if not options.trains:
+        return False
+    if not options.loads_moments:
+        logger.warning(f"{path}: the optimizer's moments start at zero (train.no_load_optim)")
+        return False
+    if not state.get("has_moments", True):
+        logger.warning(f"{path}: saved without the optimizer's moments (train.no_save_optim), which start at zero")
+        return False
+    saved = state.get("optimizer", {}).get("name", "adamw")
+    if saved != options.optimizer.name:
+        raise CheckpointError(
+            f"{path}: saved with train.optimizer = {saved!r}, which has other moments than {options.optimizer.name!r}."
+            f" Set train.optimizer={saved}, or start with new moments: -s train.no_load_optim=true"
+        )
+    return True

@@ -30,7 +30,6 @@ from slimectl.policies.checkpoint import (
     new_trainer_folder,
     read_tensors,
     read_trainer,
-    reads_moments,
     write_float32,
     write_trainer,
 )
@@ -53,7 +52,7 @@ from slimectl.policies.onednn_linear import ROWS, is_faster, use_onednn
 from slimectl.policies.optimizer import lr_at, trainable_names
 from slimectl.policies.options import TrainerOptions
 from slimectl.policies.pack_plan import PackPlan, Value, plan_packs
-from slimectl.policies.saving import SaveStreams, StreamSaver
+from slimectl.policies.saving import SaveStreams, StreamSaver, reads_moments
 from slimectl.protocols import Adapter, CheckpointFormat, NamedTensors
 from slimectl.system.model_files import trainer_folder
 from slimectl.types import Loss, Metrics, TrainingSample

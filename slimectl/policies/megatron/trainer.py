@@ -30,7 +30,6 @@ from slimectl.policies.checkpoint import (
     copy_companions,
     new_trainer_folder,
     read_trainer,
-    reads_moments,
     write_float32,
     write_trainer,
 )
@@ -54,7 +53,7 @@ from slimectl.policies.optimizer import lr_at, trainable_names
 from slimectl.policies.options import MegatronOptions, TrainerOptions
 from slimectl.policies.pack_plan import available_columns, check_vocabulary, plan_pack
 from slimectl.policies.routed_experts import RoutingShape
-from slimectl.policies.saving import SaveStreams, StreamSaver
+from slimectl.policies.saving import SaveStreams, StreamSaver, reads_moments
 from slimectl.protocols import Adapter, CheckpointFormat, Weights
 from slimectl.types import Metrics, TrainingSample
 
