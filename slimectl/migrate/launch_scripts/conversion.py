@@ -373,7 +373,10 @@ def take(conversion: Conversion, flag: Flag, row: Row) -> None:
     try:
         value = row.convert(known_flag) if row.convert else plain(known_flag)
     except Unneeded as error:
-        conversion.omit(flag, str(error))
+        if str(error):
+            conversion.omit(flag, str(error))
+        else:
+            conversion.defaults.append(f"{flag} ({flag.place})")
         return
     except ValueError as error:
         line = str(error).removesuffix(". Set the key by hand")
@@ -385,7 +388,7 @@ def take(conversion: Conversion, flag: Flag, row: Row) -> None:
 
 
 class Unneeded(ValueError):
-    """A value that needs no setting, because slimectl already does the same."""
+    """A value that needs no setting, because slimectl already does the same. Its text, if it has one, says why."""
 
 
 class Many(dict[str, Any]):

@@ -165,7 +165,8 @@ def _settle_environment(conversion: Conversion) -> None:
     conversion.put_known("run.rollout_batch_size", max(1, episodes // size), rows, group)
     turn, length = f"{INFER}generating_args.max_new_tokens", "sequence_length"
     if "rollout.max_response_len" in conversion.values:
-        conversion.put_known("rollout.env_turn_tokens", conversion.values["rollout.max_response_len"], turn)
+        names = [name for name in (turn, "max_tokens_per_step") if name in conversion.flags]
+        conversion.put_known("rollout.env_turn_tokens", conversion.values["rollout.max_response_len"], *names)
     conversion.drop("rollout.max_response_len")
     if length in conversion.flags:
         conversion.put_known("rollout.max_response_len", conversion.number(length, 0), length)

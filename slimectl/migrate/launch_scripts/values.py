@@ -32,7 +32,7 @@ class Always:
     def __call__(self, flag: Flag) -> Any:
         """Return the value. Raises Unneeded if the flag is off."""
         if not is_on(flag):
-            raise Unneeded("is off, as it is here")
+            raise Unneeded
         return self.value
 
 
