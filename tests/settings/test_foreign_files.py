@@ -194,9 +194,6 @@ def test_of_two_commands_the_one_that_trains_here_is_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "text", "named", "nearest"),
     [
-        ("run.sh", "python3 train.py --hf-checkpoint /m --prompt-data /d --use-opd --opd-type self", "--opd-type", OPD),
-        ("run.yaml", "pretrain: /m\nopsd_mode: true\nmax_steps: 3\nstudent_train: {infer_batch_size: 1}\n",
-         "opsd_mode", OPD),
         ("run.sh", "deepspeed --module openrlhf.cli.train_sft --pretrain /m --dataset /d --pretrain_mode",
          "--pretrain_mode", "algorithm.name = sft"),
         ("run.sh", "python3 -m recipe.dapo.main_dapo data.train_files=/d algorithm.filter_sample.enable=True",
