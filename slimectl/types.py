@@ -317,7 +317,7 @@ def _ignoring_args(method: Method) -> Method:
 
 
 WITHOUT_EFFECT = {
-    "mopd_teacher_log_probs": "distillation has one teacher, in teacher_log_probs",
+    "mopd_teacher_log_probs": "the teacher of a sample writes teacher_log_probs (algorithm.opd_teachers)",
     "rollout_top_p_token_ids": "training does not replay top-p",
     "rollout_top_p_token_offsets": "training does not replay top-p",
 }

@@ -51,14 +51,22 @@ def distilled(folder: Path, **teacher: Any) -> tuple[list[list[float]], StepRepo
     rounds = {"run": {"rollout_batch_size": 10}, "rollout": {"n_samples_per_prompt": 2}}
     settings = Settings.model_validate({"algorithm": {"name": "opd", **teacher}, **rounds})
     with closing(builders.trainable_models(settings, folder, executor=LocalExecutor())) as by:
-        samples = list(attach_log_probs(answers(), by.frozen["teacher"], TEACHER))
-        (report,) = train(samples, Models(by.policy), settings)
+        samples = list(answers())
+        if settings.algorithm.opd_divergence == "token":
+            samples = list(attach_log_probs(samples, by.frozen["teacher"], TEACHER))
+        (report,) = train(samples, Models(by.policy, None, by.frozen), settings)
     return [sample.teacher_log_probs or [] for sample in samples], report
 
 
 def test_a_server_teaches_as_its_checkpoint_does(url: str, model_dir: ModelDir):
     student = model_dir("llama_untied")
     api = "vllm" if url in serving.vllm_urls else "sglang"
+    likeliest = {"opd_divergence": "jsd", "opd_top_k": 12}
+    _, step = distilled(student, opd_teacher_url=url, opd_teacher_api=api, **likeliest)
+    _, own = distilled(student, opd_teachers={"only": {"load": str(model_dir())}}, **likeliest)
+    for name in ("opd_kl", "loss", "grad_norm"):
+        assert step.metrics[f"train/{name}"] == pytest.approx(own.metrics[f"train/{name}"], rel=1e-4, abs=1e-6)
+    assert own.metrics["train/grad_norm"] > 0
     told, step = distilled(student, opd_teacher_url=url, opd_teacher_api=api)
     known, own = distilled(student, opd_teacher_load=str(model_dir()))
     for one, other in zip(told, known, strict=True):
