@@ -40,15 +40,15 @@ STATUS_BYTES = 4
 WITHOUT_CHILDREN = ("--help", "--version", "inspect", "metrics", "models", "plan", "runs", "settings")
 """First words of commands that start no processes."""
 PACKAGES = (
-    "checkpoints", "checkpoints/conversion", "cli", "engines", "engines/embedded", "engines/supervisor",
-    "engines/weight_sync", "executors", "hooks", "policies", "policies/fsdp", "rewards/math", "runtime",
-    "runtime/builders", "stages",
+    "agents", "algorithms", "checkpoints", "checkpoints/conversion", "cli", "data", "engines", "engines/embedded",
+    "engines/server", "engines/supervisor", "engines/weight_sync", "executors", "hooks", "planner", "policies",
+    "policies/fsdp", "rewards", "rewards/math", "runtime", "runtime/builders", "stages",
 )  # fmt: skip
 """Packages whose modules most commands import."""
 MODULES = (
-    "huggingface_hub.serialization", "mpmath", "slimectl.recipes", "slimectl.trackers.stdout", "tomli_w",
-    "transformers.loss.loss_utils", "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3.modeling_qwen3", "transformers.quantizers.auto", "typer.rich_utils",
+    "huggingface_hub.serialization", "mpmath", "slimectl.engines.sglang.topology", "slimectl.recipes",
+    "slimectl.trackers.stdout", "tomli_w", "transformers.loss.loss_utils", "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3", "transformers.quantizers.auto", "typer.rich_utils", "xxhash",
 )  # fmt: skip
 
 
