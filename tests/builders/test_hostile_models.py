@@ -13,6 +13,7 @@ import pytest
 
 from slimectl.checkpoints.create import byte_tokenizer
 from slimectl.cli import inspect_views
+from slimectl.data import template_check
 from slimectl.data.template_check import check_template
 from slimectl.errors import CheckpointError
 from slimectl.policies.fsdp.build import empty_model
@@ -113,7 +114,10 @@ def test_inspect_says_what_is_wrong_with_a_folder_in_a_line(model: Path):
         ("{{ '%1000000000000d' % 1 }}", "takes too much memory"),
     ],
 )
-def test_a_template_without_end_or_bounds_is_refused(template: str, reason: str, tmp_path: Path):
+def test_a_template_without_end_or_bounds_is_refused(
+    template: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(template_check, "MAX_CPU_S", 0.3)
     text = byte_tokenizer()
     text.chat_template = template
     with pytest.raises(CheckpointError, match=reason) as error:
