@@ -49,7 +49,7 @@ GROUPS = {
     "tests/stages/test_servers.py": "Ray",
     "tests/trackers/test_shared_run.py": "Ray",
     "tests/engines/sglang/test_sglang_": "SGLang",
-    "tests/checkpoints/test_gguf.py": "SmolLM2",
+    "tests/checkpoints/test_gguf": "SmolLM2",
     "tests/engines/test_real_models.py": "SmolLM2",
     "tests/agents/test_clients.py": "SmolLM2",
 }
