@@ -288,7 +288,7 @@ def _moments(trained: Sequence[ParameterPart], run: Run) -> Figure:
         return Figure("moments", size * count(trained), "bytes", f"{name}: {size:g} x {count(trained):,}")
     matrices = count(trained, "attention", "mlp", "experts")
     vectors = count(trained) - matrices
-    formula = f"one moment, {run.state_dtype}: {size / 2:g} x {matrices:,} + {name}: {size:g} x {vectors:,}"
+    formula = f"(one moment, {run.state_dtype}: {size / 2:g} x {matrices:,} + {name}: {size:g} x {vectors:,})"
     return Figure("moments", size / 2 * matrices + size * vectors, "bytes", formula)
 
 

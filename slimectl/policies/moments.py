@@ -114,20 +114,18 @@ def _blocks(values: Tensor) -> Tensor:
     return pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
 
 
-@cache
 def dynamic_map(*, signed: bool) -> Tensor:
     """Return the 256 values of dynamic quantization in ascending order, from -1 or 0 to 1.
 
     Each decade from 10^-7 to 1 has twice as many values as the one below it, at the centers of equal intervals. 0 and 1
     are added. Dettmers et al. 2022, arXiv:2110.02861, section 1.3.
     """
-    values = [0.0, 1.0]
+    values = [torch.tensor([0.0, 1.0])]
     for decade in range(7):
-        count = 2 ** (decade if signed else decade + 1)
-        bounds = torch.linspace(0.1, 1, count + 1)
+        bounds = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1)
         centers = 10.0 ** (decade - 6) * (bounds[1:] + bounds[:-1]) / 2
-        values += [*centers.tolist(), *((-centers).tolist() if signed else ())]
-    return torch.tensor(sorted(values))
+        values += [centers, -centers] if signed else [centers]
+    return torch.cat(values).sort().values
 
 
 @dataclass(frozen=True)
