@@ -67,6 +67,9 @@ class SignalCount:
         return "" if few else f"no learning signal in {rounds}: {self.reason}. {remedy}"
 
 
+NO_WEIGHT = "the weight of every sample's teacher was 0"
+
+
 def missing_signal(batch: TrainingBatch, settings: Settings, hooks: Hooks) -> str:
     """Return why the rewards of a round carry no signal, or "" if they do.
 
@@ -80,8 +83,11 @@ def missing_signal(batch: TrainingBatch, settings: Settings, hooks: Hooks) -> st
         return "no sample was left to train on"
     same = "" if batch.rewards_differ else _equal_rewards(batch, settings)
     teacher = algorithm.teacher_options
-    if teacher is not None and teacher.divergence != "token":
-        return ""
+    if teacher is not None:
+        if teacher.divergence != "token" and any(row.teacher_weight for row in batch.rows):
+            return ""
+        if Need.REWARDS not in algorithm.needs and not any(row.teacher_weight for row in batch.rows):
+            return "no sample had all fields of algorithm.opd_teacher_template" if teacher.template else NO_WEIGHT
     weighted = ((row.advantages, row.loss_weights) for row in batch.rows)
     if not any(a and w for advantages, weights in weighted for a, w in zip(advantages, weights, strict=False)):
         within = "" if batch.any_group_differs else "the rewards of every group were equal"

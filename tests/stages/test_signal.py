@@ -89,6 +89,20 @@ def test_a_teacher_or_a_function_of_the_users_teaches_without_rewards() -> None:
     assert missing_signal(same, settings(name="sft"), NO_HOOKS) == ""
 
 
+def test_a_teacher_that_scored_no_sample_teaches_nothing() -> None:
+    unscored = batch([0.0] * 4, [0.0] * 4)
+    for row in unscored.rows:
+        row.teacher_weight = 0.0
+    shown = {"opd_self_teacher": "current", "opd_teacher_template": "{demonstration} {prompt}", "opd_top_k": 4}
+    for divergence in ("token", "jsd"):
+        taught = settings(name="opd", opd_divergence=divergence, **shown)
+        reason = "no sample had all fields of algorithm.opd_teacher_template"
+        assert missing_signal(unscored, taught, NO_HOOKS) == reason
+        assert missing_signal(batch([0.0] * 4, [0.1] * 4), taught, NO_HOOKS) == ""
+    mixed = settings(opd_kl_coef=1.0, opd_divergence="jsd", **shown)
+    assert missing_signal(unscored, mixed, NO_HOOKS) == "every reward was 0"
+
+
 def test_rounds_are_counted_in_all_and_in_a_row() -> None:
     count = SignalCount()
     for reason in ("every reward was 0", "", "every reward was 1", "every reward was 1"):
