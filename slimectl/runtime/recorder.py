@@ -150,6 +150,7 @@ class RunRecorder:
             "weight_version": policy.weight_version,
             "pending": [[execution, asdict(row)] for execution, row in state.pending],
             "signal": asdict(state.signal),
+            "moments": asdict(state.moments),
             "sampling": sampler_state_to_json(self.sampling),
             "sizes": self.folder.sizes(),
             "data": self.data,

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slimectl.algorithms.normalization import RewardMoments
 from slimectl.data.atomic_replace import write_text
 from slimectl.data.run_dir import RunDir
 from slimectl.errors import CheckpointError
 from slimectl.runtime.recorder import RunRecorder, load_state
 from slimectl.settings import Settings
+from slimectl.stages.signal import SignalCount
+from slimectl.stages.train import TrainState
 from slimectl.types import StepReport, TableRow, TrainingSample
 
 
@@ -37,6 +41,24 @@ def test_rows_that_wait_in_an_older_checkpoint_keep_their_loss_weights(tmp_path:
     policy: Any = None  # read only where there is no state
     state = load_state(tmp_path, policy)
     assert state.pending == [(7, TrainingSample([1, 2, 3], 2, [1.0, 0.0], [0.5, 0.5], group=4))]
+
+
+class Weightless:
+    """A policy whose checkpoint is an empty folder."""
+
+    weight_version = "3"
+
+    def save(self, folder: Path) -> None: ...
+
+
+def test_a_checkpoint_has_all_of_the_training_state(tmp_path: Path):
+    row = TrainingSample([1, 2], 1, [1.0], [0.5], group=4)
+    state = TrainState(3, 2, [(7, row)], SignalCount(2, 1, 1, "every reward was 0"), RewardMoments(8, 0.5, 2.0))
+    assert all(getattr(state, field.name) != getattr(TrainState(), field.name) for field in fields(TrainState))
+    folder = RunDir(tmp_path / "run")
+    folder.start("", force=False)
+    RunRecorder(folder, Settings()).save(Weightless(), state, [])  # type: ignore[arg-type]
+    assert RunRecorder(folder, Settings()).rewind(print) == state
 
 
 class Service:
