@@ -70,7 +70,9 @@ class Divergence:
 def with_remainder(logprobs_RK: Tensor) -> Tensor:
     """Append the log-probability of all other tokens, [R, K + 1].
 
-    It is at least the rounding error of a sum of probabilities, so that a divergence stays finite if nothing remains.
+    It is at least the rounding error of a probability, so that a divergence stays finite if nothing remains. The sum is
+    in float64, because a small remainder of a float32 sum is rounding.
     """
-    rest_R = 1.0 - logprobs_RK.exp().sum(1)
-    return torch.cat([logprobs_RK, rest_R.clamp(min=torch.finfo(rest_R.dtype).eps).log()[:, None]], dim=1)
+    rest_R1 = 1.0 - logprobs_RK.double().exp().sum(1, keepdim=True)
+    rest_R1 = rest_R1.clamp(min=torch.finfo(logprobs_RK.dtype).eps)
+    return torch.cat([logprobs_RK, rest_R1.log().to(logprobs_RK.dtype)], dim=1)

@@ -157,8 +157,8 @@ class PackPlan:
         return self._by_row([list(zip(*pair, strict=True)) for pair in pairs])
 
     def _by_row(self, values: Iterable[Value]) -> dict[int, list[Value]]:
-        left = iter(values)
-        return {i: list(islice(left, row.response_length)) for i, row in zip(self.members, self.rows, strict=True)}
+        remaining = iter(values)
+        return {i: list(islice(remaining, row.response_length)) for i, row in zip(self.members, self.rows, strict=True)}
 
     def token_batch(
         self,

@@ -42,8 +42,8 @@ def own_log_probs(
         is_kept = (C.start + chunk) * vocabulary <= lm_head.KEPT_LOGITS
         compute = of_chunk if is_kept else recomputed(of_chunk)
         outputs.append(compute(C, row_Q, predictions.targets_Q[pairs]))
-    logprobs, *others = zip(*outputs, strict=True)
-    entropy_U, divergence_U = (None if parts[0] is None else torch.cat(parts) for parts in others)
+    logprobs, *parts = zip(*outputs, strict=True)
+    entropy_U, divergence_U = (None if part[0] is None else torch.cat(part) for part in parts)
     joined = lm_head.HeadOutputs(torch.cat(logprobs), entropy_U, divergence_U)
     return lm_head.expanded(joined, predictions, divergence)
 

@@ -35,8 +35,10 @@ def response_log_probs(hidden_T1H: Tensor, weight_VH: Tensor, batch: MicroBatch,
     rows of the vocabulary, so that the sum over ranks in finalize_model_grads is the full gradient, counted once.
     """
     hidden_UH = whole(hidden_T1H)[batch.predictions.sources_U]
-    logprobs_M, *others = predicted_log_probs(hidden_UH, weight_VH, batch.predictions, options)
-    return HeadOutputs(in_pack(logprobs_M, batch), *(None if o_M is None else in_pack(o_M, batch) for o_M in others))
+    logprobs_M, *parts = predicted_log_probs(hidden_UH, weight_VH, batch.predictions, options)
+    return HeadOutputs(
+        in_pack(logprobs_M, batch), *(None if part_M is None else in_pack(part_M, batch) for part_M in parts)
+    )
 
 
 def response_top_log_probs(
