@@ -327,11 +327,14 @@ def test_a_launch_file_becomes_the_settings_that_its_stack_documents(
     text: str, name: str, expected: dict[str, Any], first: str, tmp_path: Path
 ):
     (tmp_path / name).write_text(text, encoding="utf-8")
-    conversion = read(tmp_path / name, environ={}).conversion
+    reading = read(tmp_path / name, environ={})
+    conversion = reading.conversion
     sections = conversion.settings.model_dump(by_alias=True)
     actual = {key: sections[key.partition(".")[0]][key.partition(".")[2]] for key in expected}
     assert actual == expected
     assert conversion.problems == []
+    written = settings_file(conversion, tmp_path / name, reading.notes)
+    assert [name for name, flag in conversion.flags.items() if flag.spelling.rstrip(" =:") not in written] == []
     by_hand = [omission.flag for omission in conversion.omissions if omission.by_hand]
     assert bool(by_hand) == bool(first)
     assert (by_hand[0] if by_hand else "").startswith(first)

@@ -283,6 +283,10 @@ class Conversion:
         shown = {str(self.flags[name]) for name in names if name in self.flags}
         self.omissions = [item for item in self.omissions if item.flag not in shown]
 
+    def note_equal(self, *names: str) -> None:
+        """List flags that need no line, because slimectl does the same without them."""
+        self.defaults += [f"{flag} ({flag.place})" for name in names if (flag := self.flags.get(name)) is not None]
+
     def omit(self, flag: Flag, reason: str, *, by_hand: bool = False, first: bool = False) -> None:
         self.omissions.append(Omission(str(flag), str(flag.place), reason, by_hand or first, first))
 
@@ -355,7 +359,7 @@ REPEATABLE = ("eval_prompt_data", "rollout_sample_hook_path")
 def take(conversion: Conversion, flag: Flag, row: Row) -> None:
     """Set the key of a flag by its row, or list the flag with the reason."""
     if not row.key and row.neutral and row.is_neutral(flag):
-        conversion.defaults.append(f"{flag} ({flag.place})")
+        conversion.note_equal(flag.name)
         return
     if not row.key:
         conversion.omit(flag, row.text, by_hand=not row.is_neutral(flag))
@@ -376,7 +380,7 @@ def take(conversion: Conversion, flag: Flag, row: Row) -> None:
         if str(error):
             conversion.omit(flag, str(error))
         else:
-            conversion.defaults.append(f"{flag} ({flag.place})")
+            conversion.note_equal(flag.name)
         return
     except ValueError as error:
         line = str(error).removesuffix(". Set the key by hand")

@@ -105,7 +105,10 @@ def _settle_correction(conversion: Conversion) -> None:
     if conversion.text(GATE, "ratio") != "ratio" or len(bounds) != 2:
         conversion.drop(*keys)
         reason = "the gate is the ratio of probabilities, within two bounds. Set algorithm.use_tis or use_rs by hand"
-        conversion.omit(conversion.flags[GATE if GATE in conversion.flags else THRESHOLD], reason, by_hand=True)
+        for name in dict.fromkeys((GATE, *flags) if GATE in conversion.flags else (THRESHOLD, *flags)):
+            if name in conversion.flags:
+                conversion.unlist(name)
+                conversion.omit(conversion.flags[name], reason, by_hand=name in (GATE, THRESHOLD))
         return
     low, high = bounds
     if conversion.values.get("algorithm.name") == "gspo":

@@ -165,7 +165,7 @@ def _settle_environment(conversion: Conversion) -> None:
     conversion.put_known("run.rollout_batch_size", max(1, episodes // size), rows, group)
     turn, length = f"{INFER}generating_args.max_new_tokens", "sequence_length"
     if "rollout.max_response_len" in conversion.values:
-        names = [name for name in (turn, "max_tokens_per_step") if name in conversion.flags]
+        names = [name for name in (turn, "max_tokens_per_step", "response_length") if name in conversion.flags]
         conversion.put_known("rollout.env_turn_tokens", conversion.values["rollout.max_response_len"], *names)
     conversion.drop("rollout.max_response_len")
     if length in conversion.flags:

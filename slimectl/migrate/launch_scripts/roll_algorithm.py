@@ -17,14 +17,16 @@ def settle_algorithm(conversion: Conversion, kind: str) -> None:
         _settle_teacher(conversion)
         if not conversion.switch("use_opd"):
             conversion.put("algorithm.name", "opd", "student_train learns from the teacher")
+            conversion.take_back("algorithm.reward_clip", "a policy that learns from a teacher only has no rewards")
             return
     of_loss = "pg_variant" if "pg_variant" in conversion.flags else "actor_train.pg_variant"
     variant = conversion.text(of_loss)
     estimator = conversion.converted("adv_estimator")
     if variant not in PLAIN:
-        conversion.drop("algorithm.name")
         if loss := conversion.converted(of_loss):
             conversion.put("algorithm.name", loss, of_loss)
+        else:
+            conversion.take_back("algorithm.name", f"{of_loss} decides the algorithm")
     elif "adv_estimator" not in conversion.flags:
         conversion.put("algorithm.name", "ppo", "adv_estimator")
     elif estimator is not None:
@@ -76,7 +78,9 @@ def _kinds_of_responses(conversion: Conversion) -> tuple[str, str, list[str]]:
     """The kinds of the mean and of the standard deviation, and the flags that they come from."""
     mean, std = (conversion.text(name, NO_KIND) for name in KINDS)
     names = [name for name in KINDS if name in conversion.flags]
-    if not names and "reward_norm" in conversion.flags:
+    if names and "reward_norm" in conversion.flags:
+        names.append("reward_norm")
+    elif not names and "reward_norm" in conversion.flags:
         kind = conversion.text("reward_norm")
         mean = NO_KIND if conversion.switch("reward_scale") else kind
         std = NO_KIND if conversion.switch("reward_shift") else kind
@@ -100,7 +104,8 @@ def _kinds_of_episodes(conversion: Conversion) -> tuple[str, str, list[str]]:
         flag = conversion.flags[method if has is None or grouping not in conversion.flags else grouping]
         conversion.unlist(*names)
         reason = "algorithm.norm_mean_type and norm_std_type are group, batch, running or off. Set them by hand"
-        conversion.omit(flag, reason, by_hand=True)
+        for name in names:
+            conversion.omit(conversion.flags[name], reason, by_hand=conversion.flags[name] is flag)
         return "group", "group", []
     mean, std = (place or NO_KIND if part else NO_KIND for part in has)
     return mean, std, names
@@ -112,18 +117,19 @@ def _settle_normalization(conversion: Conversion, mean: str, std: str, names: li
     conversion.drop(*(f"algorithm.{name}" for name in KINDS))
     conversion.unlist(*names)
     source = names or ["the default of ROLL for the normalization of rewards"]
-    if values.get("algorithm.name") == "reinforce_plus_plus":
-        if (mean, std) == ("group", "group") or not conversion.switch("whiten_advantages"):
-            conversion.put("algorithm.name", "grpo", "adv_estimator", *names, "whiten_advantages")
-        elif (mean, std) == (NO_KIND, NO_KIND):
-            return
-    if values.get("algorithm.name") == "ppo" and (mean, std) == (NO_KIND, NO_KIND):
+    is_grpo = (mean, std) == ("group", "group") or not conversion.switch("whiten_advantages")
+    if values.get("algorithm.name") == "reinforce_plus_plus" and is_grpo:
+        conversion.put("algorithm.name", "grpo", "adv_estimator", *names, "whiten_advantages")
+    if values.get("algorithm.name") in ("reinforce_plus_plus", "ppo") and (mean, std) == (NO_KIND, NO_KIND):
+        conversion.note_equal(*names)
         return
     if values.get("algorithm.name") != "reinforce_plus_plus" and (mean, std) == ("group", NO_KIND):
         conversion.put("algorithm.grpo_std_normalization", False, *source)
     elif values.get("algorithm.name") in ("reinforce_plus_plus", "ppo") or (mean, std) != ("group", "group"):
         for key, value in zip(KINDS, (mean, std), strict=True):
             conversion.put(f"algorithm.{key}", value, *source)
+    else:
+        conversion.note_equal(*names)
 
 
 OF_TURNS = ("gigpo", "step_reinforce")
@@ -134,11 +140,14 @@ def _settle_turns(conversion: Conversion) -> None:
     name, table = conversion.values["algorithm.name"], "reward_normalization."
     method, names = conversion.text(f"{table}method", "identity"), [f"{table}grouping", f"{table}method"]
     is_segment = conversion.text("adv_estimator") == "agentic_reinforce"
-    conversion.drop(*(f"algorithm.{key}" for key in KINDS))
+    for key in KINDS:
+        if any(item in conversion.flags for item in (*KINDS, "reward_norm")):
+            conversion.take_back(f"algorithm.{key}", f"{name} takes the rewards of turns as they are")
+        conversion.drop(f"algorithm.{key}")
     discount = "gamma" if is_segment else "step_reward_gamma"
     conversion.put_known("algorithm.turn_gamma", conversion.real(discount, 1.0 if is_segment else 0.95), discount)
     if name == "gigpo" and method in ("mean", "mean_std"):
-        conversion.put("algorithm.grpo_std_normalization", method == "mean_std", f"{table}method")
+        conversion.put("algorithm.grpo_std_normalization", method == "mean_std", *reversed(names))
         conversion.unlist(*names)
     elif method == "identity":
         conversion.unlist(*names)
@@ -146,9 +155,11 @@ def _settle_turns(conversion: Conversion) -> None:
             if item in conversion.flags:
                 conversion.omit(conversion.flags[item], f"{name} takes the rewards of turns as they are")
     else:
-        conversion.unlist(f"{table}method")
-        reason = f"{name} does not normalize rewards so. Set algorithm.name by hand"
-        conversion.omit(conversion.flags[f"{table}method"], reason, by_hand=True)
+        conversion.unlist(*names)
+        for item in names:
+            if item in conversion.flags:
+                reason = f"{name} does not normalize rewards so. Set algorithm.name by hand"
+                conversion.omit(conversion.flags[item], reason, by_hand=item.endswith("method"))
 
 
 def settle_loss(conversion: Conversion) -> None:
@@ -203,7 +214,7 @@ def _settle_bounds(conversion: Conversion) -> None:
     clip = conversion.real("pg_clip", 0.2)
     if conversion.switch("use_pg_clip_range"):
         for name, key in (("pg_clip_low", "algorithm.eps_clip"), ("pg_clip_high", "algorithm.eps_clip_high")):
-            conversion.put_known(key, conversion.real(name, 0.2), name)
+            conversion.put_known(key, conversion.real(name, 0.2), name, "use_pg_clip_range")
         conversion.unlist("use_pg_clip_range")
     else:
         conversion.take_back("algorithm.eps_clip_high", "use_pg_clip_range is off, so that pg_clip is both bounds")
@@ -243,6 +254,7 @@ def _settle_correction(conversion: Conversion) -> None:
         conversion.put_known("algorithm.rs_clip_low", conversion.real(f"{rule}ratio_low", 0.8), f"{rule}ratio_low")
         conversion.put_known("algorithm.rs_clip", conversion.real(f"{rule}ratio_high", 1.2), f"{rule}ratio_high")
         conversion.unlist(*(name for name in conversion.flags if name.startswith(rule)))
+        conversion.note_equal(*(f"{rule}{key}" for key in ("ratio_enabled", "diff_enabled", "diff_low", "diff_high")))
 
 
 def unlisted_correction(conversion: Conversion, flag: Flag) -> None:

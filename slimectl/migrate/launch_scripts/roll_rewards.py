@@ -43,7 +43,7 @@ def unlisted_reward(conversion: Conversion, flag: Flag) -> None:
     """List a key of a domain. Keys that place a worker have no effect here, and others are left to the user."""
     _, _, name = flag.name.split(".", 2) if flag.name.count(".") > 1 else ("", "", flag.name)
     if name == "response_length_penalty_coef" and _number(flag) == 0:
-        conversion.defaults.append(f"{flag} ({flag.place})")
+        conversion.note_equal(flag.name)
     elif name == "response_length_penalty_coef":
         conversion.omit(flag, LENGTH_PENALTY, by_hand=True)
     elif name in ("reward_type", "format_pattern"):
@@ -83,8 +83,8 @@ def settle_reward(conversion: Conversion) -> None:
     for domain, tags in domains.items():
         worker = f"rewards.{domain}.worker_cls"
         kind = conversion.text(worker).rpartition(".")[2]
-        sources += [name for name in (worker, f"rewards.{domain}.tag_included") if name in conversion.flags]
         if kind in WORKERS or kind.endswith(JUDGES):
+            sources += [name for name in (worker, f"rewards.{domain}.tag_included") if name in conversion.flags]
             verifier = _judge(conversion, domain, sources) if kind.endswith(JUDGES) else WORKERS[kind]
             types |= dict.fromkeys(tags, verifier)
             if isinstance(verifier, dict):

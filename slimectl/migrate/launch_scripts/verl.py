@@ -206,8 +206,9 @@ def _settle_teacher(conversion: Conversion) -> None:
         if domain := conversion.text(f"{place}.key"):
             teachers[place.rpartition(".")[2]]["domains"] = [domain]
             conversion.unlist(f"{place}.key")
+    keys = [key for name in names if (key := f"{name.removesuffix('model_path').rstrip('.')}.key") in conversion.flags]
     if len(teachers) > 1:
-        conversion.put("algorithm.opd_teachers", teachers, *names)
+        conversion.put("algorithm.opd_teachers", teachers, *names, *keys)
         key = "distillation.teacher_key"
         conversion.put("rollout.domain_key", conversion.text(key, "data_source"), key)
     elif teachers:
@@ -336,6 +337,8 @@ def settle_reward(conversion: Conversion) -> None:
     conversion.drop("score.custom_rm_path", "score.rm")
     shown = path or manager
     conversion.unlist(*MANAGER)
+    if manager and manager.text in SAME_FUNCTION:
+        conversion.note_equal(manager.name)
     if module := _given(conversion, *OWN_MANAGER):
         conversion.unlist(module.name)
         conversion.omit(module, "a reward manager of your own. Write it as score.custom_rm_path", first=True)
