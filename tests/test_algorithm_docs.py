@@ -15,7 +15,8 @@ from slimectl.cli.app import app
 from slimectl.settings.algorithm import ALGORITHMS
 
 TEXT = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
-ROWS = {cells[1].strip("` "): cells for line in TEXT.splitlines() if (cells := line.split("|"))[1:] and "`" in cells[1]}
+TABLE = TEXT.partition("\n## ")[0].splitlines()
+ROWS = {cells[1].strip("` "): cells for line in TABLE if (cells := line.split("|"))[1:] and "`" in cells[1]}
 SMALL = {"ROLLOUT_MAX_RESPONSE_LEN": "6", "RUN_ROLLOUT_BATCH_SIZE": "2", "ROLLOUT_N_SAMPLES_PER_PROMPT": "2",
          "TRACK_PLOT": "false"}  # fmt: skip
 

@@ -62,9 +62,12 @@ def offered(line: str) -> list[str]:
         ("slimectl metrics rollout/no_s", ["rollout/no_signal"]),
         (
             "slimectl run -s algorithm.name=s",
-            ["algorithm.name=sapo"],
+            ["algorithm.name=sapo", "algorithm.name=step_reinforce"],
         ),  # not sft
-        ("slimectl train -s algorithm.name=s", ["algorithm.name=sapo", "algorithm.name=sft"]),
+        (
+            "slimectl train -s algorithm.name=s",
+            ["algorithm.name=sapo", "algorithm.name=step_reinforce", "algorithm.name=sft"],
+        ),
         ("slimectl run -s rollout.env=text", ["rollout.env=textarena:"]),
         ("slimectl score sam", []),
     ],

@@ -89,7 +89,7 @@ def test_a_key_is_explained_by_its_last_part_by_the_name_of_another_program_or_b
             "",
             ["slime: --sglang-mem-fraction-static is sglang.args.mem_fraction_static"],
         ),
-        ("--optimizer", "", ["slime: --optimizer has no setting: the optimizer is AdamW"]),
+        ("--optimizer", "train.optimizer", ["slime: --optimizer is train.optimizer: adam is adamw"]),
     ],
 )
 def test_a_name_of_another_stack_is_explained_by_its_setting(name: str, key: str, lines: list[str]):

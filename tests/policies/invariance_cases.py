@@ -32,6 +32,7 @@ MOVED = {"use_rollout_logprobs": True}
 MIS = {"tis_level": "sequence", "tis_mode": "mask", "tis_clip": 5.0, "tis_veto": 1e-4, "tis_batch_normalize": True}
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"name": name, **(MOVED if issubclass(cls, PolicyGradient) else {})} for name, cls in ALGORITHMS.items()},
+    "gdpo": {"name": "gdpo", "gdpo_weights": {"right": 1.0, "brief": 0.5}, **MOVED},
     "tis": {"name": "dapo", "use_tis": True},
     "icepop": {"name": "grpo", "use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.5, "tis_clip": 1.5},
     "mis": {"name": "grpo", "use_tis": True, **MIS, "use_rs": True, "rs_clip_low": 0.8, "rs_clip": 1.2},
@@ -104,8 +105,8 @@ class Member:
 def attempts(log_probs: Any, seed: int = 0) -> list[Sample]:
     """Five groups of four answers of 1 to 12 tokens, one group of equal rewards, one execution of two samples.
 
-    Some tokens are masked, one sample whole; `log_probs` are the policy's, from which the engine's, a reference's and a
-    teacher's differ by a little.
+    Each answer is two turns with rewards, and its reward has two components. Some tokens are masked, one sample whole.
+    `log_probs` are the policy's. Those of the engine, a reference and a teacher differ from them by a little.
     """
     draw = random.Random(seed)
     samples = []
@@ -116,9 +117,15 @@ def attempts(log_probs: Any, seed: int = 0) -> list[Sample]:
             mask = [1, *(int(draw.random() < 0.8) for _ in range(length - 1))]
             tokens = prompt + [draw.randrange(256) for _ in range(length)]
             reward = 1.0 if group == 3 else draw.random()
+            middle = length // 2
+            turns = [
+                {"reward": reward * i, "start": 0, "end": middle, "turn": 0, "state": "start"},
+                {"reward": 0.5 - reward, "start": middle, "end": length, "turn": 1, "state": str(i % 2)},
+            ]
+            parts = {"score": reward, "right": float(reward > 0.5), "brief": -float(length)}
             samples.append(
-                Sample(group, 4 * group + i, tokens=tokens, response_length=length, reward=reward, loss_mask=mask,
-                       status=Status.COMPLETED)
+                Sample(group, 4 * group + i, tokens=tokens, response_length=length, reward=parts, loss_mask=mask,
+                       status=Status.COMPLETED, turn_rewards=turns)
             )  # fmt: skip
     samples[5].rollout_id = samples[6].rollout_id = samples[5].index
     samples[9].remove_sample = True

@@ -196,7 +196,7 @@ TOP = {"opd_divergence": "forward_kl", "opd_top_k": 2}
         ("opd_divergence has no effect with algorithm.opd_kl_coef = 0", {"opd_divergence": "jsd", "opd_top_k": 2}),
         ("opd_top_k has no effect with algorithm.opd_divergence = token", {"name": "opd", "opd_top_k": 2}),
         ("opd_jsd_beta has no effect with", {"name": "opd", **TOP, "opd_jsd_beta": 0.1}),
-        ("opd_divergence: jsd over the full vocabulary needs the teacher", {"name": "opd", "opd_divergence": "jsd"}),
+        ("opd_divergence: jsd over the full vocabulary needs one teacher", {"name": "opd", "opd_divergence": "jsd"}),
         ("rs_clip has no effect without algorithm.use_rs = true", {"rs_clip": 5.0}),
         ("opsm_delta has no effect without algorithm.use_opsm", {"opsm_delta": 0.1}),
         ("tis_batch_normalize has no effect without algorithm.use_tis", {"tis_batch_normalize": True}),
