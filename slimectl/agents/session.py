@@ -272,7 +272,7 @@ class Session:
     def reward_turn(self, reward: Any, state: Any = None) -> None:
         """Reward the last response, which was given in `state`. Raises MessageError if there is none."""
         if not self.tree.turns:
-            raise MessageError("turn_reward", "there is no response yet that could be rewarded")
+            raise MessageError("turn_reward", "this session has no response yet to reward")
         if not isinstance(state, str | None):
             raise MessageError("state", "must be a string, equal for equal states")
         self.tree.turns[-1].reward, self.tree.turns[-1].state = _turn_reward(reward), state

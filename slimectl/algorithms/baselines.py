@@ -28,7 +28,7 @@ def has_signal(rewards: Sequence[float | None]) -> tuple[bool, str]:
     ((True, ''), (False, 'zero_std_1.0'))
 
     DAPO's dynamic sampling, arXiv:2503.14476, eq. 11: a group without spread has no gradient. Differences up to 1e-6
-    count as rounding. A group of one has no spread. None is no opinion and is not compared. A group without a reward
+    count as rounding. A group of one has no spread. None means no opinion and is not compared. A group without a reward
     gives the reason "empty".
     """
     numbers = [reward for reward in rewards if reward is not None]

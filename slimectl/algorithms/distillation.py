@@ -15,7 +15,7 @@ from torch import Tensor
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 
 UNUSED = -1e4
-"""Log-probability of an entry that stands for no token. Its probability is 0, and unlike -inf it has a gradient."""
+"""Log-probability of an entry without a token. Its probability is 0, and unlike -inf it has a gradient."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class TrainingBatch:
     """Rewards of the whole round from that function. Metrics show them instead of the samples' own rewards."""
 
     components: dict[str, list[float | None]] = field(default_factory=dict)
-    """Values of the reward's components that the algorithm compares, one per sample. None is no opinion."""
+    """Values of the reward's components that the algorithm compares, one per sample. None means no opinion."""
 
     normalized_rewards: list[float] = field(default_factory=list)
     """The rewards compared within groups, or unchanged if nothing is compared. Bounded by `reward_clip`."""

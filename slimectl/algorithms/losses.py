@@ -84,7 +84,7 @@ class PolicyLoss:
 
     @property
     def divergence(self) -> Divergence | None:
-        """The divergence from a teacher that is a term of the loss, or None. That of sampled tokens is none."""
+        """The divergence from a teacher as a term of the loss, or None. In token mode it is part of the advantages."""
         if not self.opd_kl_coef or self.opd_divergence == "token":
             return None
         return Divergence(self.opd_divergence, self.opd_jsd_beta)  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ TEACHER = ScoringPass("teacher", "teacher_log_probs")
 def reference_and_teacher(settings: Settings) -> list[ScoringPass]:
     """Return the passes of an algorithm on rollouts: the reference's, and what its divergence needs of the teachers.
 
-    A teacher whose full distributions are compared has no pass. It runs beside the policy in every step, because the
+    A teacher whose full distributions are compared has no pass. It runs with the policy in every step, because the
     distributions of a round would not fit into memory.
     """
     options = settings.algorithm.teacher_options

@@ -175,7 +175,7 @@ def topr_loss(
 
     TOPR, Le Roux et al. 2025, arXiv:2503.14286: good responses are imitated however unlikely they have become.
     The weight of a bad response vanishes as the policy leaves it, so that it cannot push the policy arbitrarily far.
-    The paper's ratio is that of the whole response (level "sequence") and `high` is 1.
+    The paper uses the ratio of the whole response (level "sequence") and `high` is 1.
     """
     check_tokens("topr_loss", logprobs_T=logprobs_T, old_T=old_T, advantages_T=advantages_T)
     with torch.no_grad():

@@ -97,7 +97,7 @@ def turn_reinforce(batch: TrainingBatch, algorithm: TurnCredit) -> list[Tensor]:
 
 
 def compared(returns: ByTurn, groups: Mapping[TurnKey, Hashable], *, std_normalization: bool) -> dict[TurnKey, float]:
-    """Return each return normalized among those of its group (GRPO, arXiv:2402.03300). A group of one gives 0."""
+    """Return each return normalized within its group (GRPO, arXiv:2402.03300). A group of one gives 0."""
     members: dict[Hashable, list[TurnKey]] = defaultdict(list)
     for key in returns:
         members[groups[key]].append(key)

@@ -26,7 +26,7 @@ class PoolOptions:
 
 
 class DifficultyPools:
-    """Draws row numbers: new rows and those of each pool in turn, the pool by its share.
+    """Draws row numbers: new rows, and rows of a pool that is chosen by its share.
 
     The draws depend only on the options and on what was recorded before each, so a resumed run repeats them. Each draw
     has a number. Numbers from `position` on were drawn before a resume but not completed: they give the same rows.
@@ -109,7 +109,7 @@ class DifficultyPools:
         return HARD if options.hard_threshold is not None and rate <= options.hard_threshold else NORMAL
 
     def counts(self) -> dict[str, int]:
-        """Return the number of prompts by difficulty, and of retired ones, of those that have been answered."""
+        """Return the number of answered prompts by difficulty, and of retired ones."""
         counts = {EASY: 0, NORMAL: 0, HARD: 0, "retired": 0}
         for row in self._rates:
             counts["retired" if self._is_retired(row) else self._pool(row)] += 1

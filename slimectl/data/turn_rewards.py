@@ -109,7 +109,7 @@ def _placed(sample: Sample, turns: Sequence[tuple[TurnKey, Mapping[str, Any]]]) 
 
 
 def policy_turns(sample: Sample) -> list[tuple[int, int]]:
-    """Return the tokens of the policy's turns: those that a session recorded, or runs of tokens with loss mask 1."""
+    """Return the tokens of the policy's turns: as a session recorded them, or runs of tokens with loss mask 1."""
     agent = sample.metadata.get("agent")
     if isinstance(agent, Mapping) and "turns" in agent:
         return [(start, end) for start, end in agent["turns"]]

@@ -96,7 +96,7 @@ def check_same_vocabulary(teacher: int, policy: int) -> None:
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What a head computes beside log-probabilities, and how."""
+    """What a head computes in addition to log-probabilities, and how."""
 
     temperature: float = 1.0
     entropy: bool = False
@@ -435,7 +435,7 @@ def predicted_log_probs(
 
 
 def expanded(outputs: HeadOutputs, predictions: Predictions, divergence: Divergence | None) -> HeadOutputs:
-    """Return the outputs [R] for every sample's response tokens, from those of pairs and states.
+    """Return the outputs [R] for every sample's response tokens, from the outputs of pairs and states.
 
     Without the states of a teacher, the divergence is over its likeliest tokens. It is a function of the policy's
     log-probabilities of these tokens, so its gradient reaches all logits through them.

@@ -1,4 +1,4 @@
-"""Named components of a reward: the numbers of an object besides the one that is trained on."""
+"""Named components of a reward: the numbers of an object except the one that is trained on."""
 
 from __future__ import annotations
 

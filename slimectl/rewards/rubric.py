@@ -65,14 +65,14 @@ class Rubric(Judge):
     criterion's title or the beginning of its text (Rubrics as Rewards, arXiv:2507.17746).
 
     A criterion is {criterion or description, title, points or weight}, as in the data sets of these papers. `criteria`
-    are those of every prompt. Those of a row are a list in its `column`, or in that key of its metadata. A prompt's
+    apply to every prompt. A row can have its own as a list in its `column`, or in that key of its metadata. A prompt's
     rubric is both lists. `mode` each sends one request per criterion, concurrently. together sends all in one request,
     which is cheaper and less exact.
 
     {prompt}, {response}, {whole_response} and {label} in `template` are replaced, with {criterion} for each, or
     {criteria} for together. The last match of `pattern` in the reply, or for together in the line with its number,
     captures a key of `values`. A criterion without a verdict after `max_attempts` replies counts as `default_score`:
-    0 is not met. Other options are those of judge.
+    0 is not met. It also takes the options of judge.
     """
 
     ALIASES: ClassVar[dict[str, str]] = {}

@@ -110,7 +110,7 @@ class PolicyGradient(AlgorithmSection):
     """Several teachers instead, each for some domains of prompts: NAME = {load or url, api, domains, weight}."""
 
     opd_self_teacher: Literal["current", "start"] | None = None
-    """The policy is its own teacher, with its current weights or those that the run starts from. It reads
+    """The policy is its own teacher, with its current weights or its weights at the start. It reads
     opd_teacher_template in place of the prompt."""
 
     opd_teacher_template: str | None = None

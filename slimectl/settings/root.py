@@ -159,7 +159,7 @@ class Settings(Section):
 
     @property
     def epochs_per_round(self) -> int:
-        """Passes over the rollouts of a round. Demonstrations, those of the warm-up too, are passed over once."""
+        """Passes over the rollouts of a round. Demonstrations are passed over once, also in the warm-up."""
         return self.train.ppo_epochs if self.algorithm.trains_on == "rollouts" else 1
 
     def steps_of(self, rollouts: int) -> int:

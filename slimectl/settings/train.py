@@ -83,7 +83,7 @@ class TrainSettings(Section):
     Tensors of fewer than 4096 numbers then keep float32."""
 
     reset_optimizer_states: bool = False
-    """Set the optimizer's moments to zero at the start of every round. The learning-rate schedule goes on."""
+    """Set the optimizer's moments to zero at the start of every round. The learning-rate schedule continues."""
 
     no_save_optim: bool = False
     """Save checkpoints without the optimizer's moments, which are two thirds of them with adamw. A run that resumes

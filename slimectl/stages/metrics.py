@@ -149,7 +149,7 @@ def pass_rates(prefix: str, groups: Sequence[int], right: Sequence[bool]) -> Met
 def turn_metrics(samples: Sequence[Sample]) -> Metrics:
     """Return the mean reward of turns by their number, and the number and sizes of the groups of equal states.
 
-    A turn that several samples share counts once. Groups are of one prompt. Without turn rewards there are no metrics.
+    A turn that several samples share counts once. Groups are of one prompt. Without turn rewards it returns nothing.
     """
     rewards: dict[TurnKey, float] = {}
     states: dict[TurnKey, tuple[int, int, str]] = {}

@@ -296,7 +296,7 @@ def _component(sample: Sample, name: str) -> float | None:
     fault = f"component {name!r} is {kind_of(value)}, not a number" if name in reward else f"no component {name!r}"
     raise RecordError(
         f"sample {sample.index}: reward: {fault}. The components are {', '.join(components(reward)) or 'none'}. "
-        f"Return it for every sample (None is no opinion), or set algorithm.gdpo_weights to components that all have"
+        f"Return it for every sample (None means no opinion), or set algorithm.gdpo_weights to components that all have"
     )
 
 

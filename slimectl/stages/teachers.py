@@ -30,7 +30,7 @@ def attach_teacher(row: TrainingSample, sample: Sample, algorithm: PolicyGradien
         named = "no domain" if domain is None else f"domain {domain!r}"
         raise RecordError(
             f"sample {sample.index}: {named} in {domain_key!r} that a teacher of algorithm.opd_teachers lists. Add it "
-            f"to the domains of a teacher, or leave those of one teacher empty"
+            f"to the domains of a teacher, or leave one teacher without domains"
         )
     row.teacher_weight = 0.0 if teacher is None else teacher.weight
     if options.in_trainer:
@@ -104,7 +104,7 @@ class AlignedTeacher:
         return row, ends
 
     def _response_bytes(self, sample: Sample) -> list[bytes]:
-        """Return the bytes of every response token, without those of a special token at the end."""
+        """Return the bytes of every response token, without a special token at the end."""
         if sample.rollout_log_probs is None:
             raise RecordError(
                 f'sample {sample.index}: no rollout_log_probs, which algorithm.opd_align = "text" needs. Sample with '

@@ -392,7 +392,7 @@ def take(conversion: Conversion, flag: Flag, row: Row) -> None:
 
 
 class Unneeded(ValueError):
-    """A value that needs no setting, because slimectl already does the same. Its text, if it has one, says why."""
+    """A value that needs no setting, because slimectl already does the same. Its text, if it has one, is the reason."""
 
 
 class Many(dict[str, Any]):

@@ -63,7 +63,7 @@ def _take_field(conversion: Conversion, flag: Flag, leaf: str) -> None:
     elif leaf == "save_only_model":
         take(conversion, flag, Row(leaf, "train.no_save_optim", convert=is_on))
     elif leaf in ("bf16", "is_lora_optimizer_offload"):
-        conversion.omit(flag, "train.dtype is the precision, and train.offload what is kept in host memory")
+        conversion.omit(flag, "train.dtype is the precision, and train.offload moves weights to host memory")
     else:
         hand_over(conversion, flag, leaf)
 

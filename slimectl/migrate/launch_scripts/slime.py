@@ -417,7 +417,7 @@ def _teacher(entry: dict[str, Any]) -> dict[str, Any]:
 
 LIKELIEST = 64
 OF_TEACHERS = ("on_policy_distillation", "slime.rollout.mopd")
-"""Parts of the paths of slime's functions that ask a teacher, and of those that stand in for a reward beside one."""
+"""Parts of the paths of slime's functions that ask a teacher, or replace a reward next to a teacher."""
 
 
 def _settle_distillation(conversion: Conversion) -> None:

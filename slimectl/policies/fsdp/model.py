@@ -53,7 +53,7 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What a forward of a policy computes beside log-probabilities."""
+    """What a forward pass of a policy computes in addition to log-probabilities."""
 
     entropy: bool = False
     logits: bool = False
