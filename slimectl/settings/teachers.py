@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -15,9 +16,16 @@ from slimectl.system.redaction import REFERENCES
 TEMPLATE_FIELD = re.compile(r"\{(prompt|label|response|demonstration|metadata(?:\.\w+)+)\}")
 """A field of a teacher's template. Other braces are text, as in \\boxed{}."""
 
+FIELDS = ("prompt", "label", "response", "demonstration", "metadata")
+
 
 def template_conflicts(template: str) -> Iterator[str]:
-    """Yield a line if a teacher's template shows nothing that the policy did not read."""
+    """Yield a line for a misspelled field, and one if the template shows nothing that the policy did not read."""
+    for name in re.findall(r"\{(\w+)\}", TEMPLATE_FIELD.sub("", template)):
+        if near := get_close_matches(name, FIELDS, n=1):
+            field = "metadata.KEY" if near == ["metadata"] else near[0]
+            yield f"algorithm.opd_teacher_template: {{{name}}}: unknown field. Did you mean {{{field}}}?"
+            return
     if not set(TEMPLATE_FIELD.findall(template)) - {"prompt"}:
         yield (
             "algorithm.opd_teacher_template: shows nothing more than the prompt. Add {label}, {response}, "
@@ -95,7 +103,7 @@ class TeacherOptions:
 
     @property
     def in_trainer(self) -> bool:
-        """Whether the trainer computes the teacher's distributions beside the policy's, instead of a scoring pass."""
+        """Whether the trainer computes the teacher's distributions in each step, instead of a scoring pass."""
         return self.divergence != "token" and self.top_k is None
 
     @property

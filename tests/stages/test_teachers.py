@@ -222,6 +222,11 @@ def test_a_student_learns_from_a_file_of_its_teachers_samples(
 CONFLICTS = [
     ({"opd_self_teacher": "current"}, "opd_self_teacher: current teaches nothing"),
     ({"opd_self_teacher": "current", "opd_teacher_template": "{prompt}!"}, "shows nothing more than the prompt"),
+    (
+        {"opd_self_teacher": "current", "opd_teacher_template": "{prompt}{lable}"},
+        "{lable}: unknown field. Did you mean {label}?",
+    ),
+    ({"opd_self_teacher": "current", "opd_teacher_template": "{label}{metadata}"}, "Did you mean {metadata.KEY}?"),
     ({"opd_self_teacher": "start", "opd_teacher_load": "a"}, "opd_self_teacher and algorithm.opd_teacher_load cannot"),
     ({"opd_teachers": {"a": {"load": "x"}}, "opd_teacher_load": "y"}, "opd_teachers and a single teacher cannot"),
     ({"opd_teachers": {"a": {"load": "x"}, "b": {"load": "y"}}}, "a and teacher/b both have all other domains"),
