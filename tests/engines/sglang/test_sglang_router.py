@@ -102,17 +102,18 @@ def test_answers_through_the_router_are_those_of_a_worker(routed: Routed):
 
 
 def test_abort_reaches_the_workers_behind_it(routed: Routed):
-    begun: set[int] = set()
-
     async def scene() -> list[Completion]:
+        begun: set[int] = set()
         under_way = asyncio.create_task(routed.ask(LONGEST, begun))
         while len(begun) < len(PROMPTS) and not under_way.done():
             await asyncio.sleep(0.005)
         await routed.engine.abort()
-        return await under_way
+        return [answer for answer in await under_way if len(answer.tokens) < LONGEST]
 
-    answers = asyncio.run(scene())
-    unfinished = [answer for answer in answers if len(answer.tokens) < LONGEST]
+    unfinished: list[Completion] = []
+    for _ in range(10):  # on a busy machine the workers may be done before the abort reaches them
+        if unfinished := asyncio.run(scene()):
+            break
     assert unfinished
     assert all(answer.finish_reason == "abort" and answer.tokens for answer in unfinished)
 
