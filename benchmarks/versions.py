@@ -116,7 +116,7 @@ def attempt(trial: Trial) -> dict[str, Any]:
         runner = sys.executable if trial.server else str(python)
         words = [runner, "-m", "pytest", "-q", "-p", "no:cacheprovider", *trial.sample.split()]
         output = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False).stdout
-        return outcome(output) | {"with": installed(python, ("torch", "transformers"))}
+        return outcome(output.replace(f"{python.parent}/", "")) | {"with": installed(python, ("torch", "transformers"))}
     except InstallError as error:
         return {"failure": f"cannot be installed: {error}"}
     finally:
