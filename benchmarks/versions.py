@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -169,7 +170,7 @@ def outcome(output: str) -> dict[str, Any]:
     lines = re.findall(r"^E +(.+)$", output, flags=re.MULTILINE)
     result: dict[str, Any] = {"passed": 0, **counts}
     if failures or not result["passed"]:
-        result["failure"] = " ".join([*lines[:1], *failures[-1:]])[:300] or output[-300:]
+        result["failure"] = shorten(" ".join([*lines[:1], *failures[-1:]]) or output[-300:], 300, placeholder=" …")
     return result
 
 
