@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from workshop import Workshop
 
-from slimectl.cli.progress import ProgressBar, is_drawn, line_count
+from slimectl.cli.progress import TICK_S, ProgressBar, is_drawn, line_count
 
 ERASE = "\x1b[J"
 SLOW = "import time\ndef reward(sample):\n    time.sleep(0.05)\n    return 1.0\n"
@@ -180,11 +180,14 @@ def test_a_run_on_a_narrow_terminal_draws_one_bar_and_writes_its_lines_into_the_
 ):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
-    words = ("run", "-s", "run.num_rollout=2", "-s", "track.plot=false")
+    pause = f"import time\ndef pause(args, samples):\n    time.sleep({4 * TICK_S})\n"
+    (workshop.folder / "pause.py").write_text(pause)
+    words = ("run", "-s", "run.num_rollout=2", "-s", "track.plot=false",
+             "-s", "rollout.all_samples_process_path=pause.py:pause")  # fmt: skip
     text, code = on_terminal(workshop, *words, columns=40, stdout=subprocess.PIPE)
     assert code == 0
     frames = re.findall(r"\x1b7\x1b\[B\r(.*?)\x1b8", text)
-    assert frames, "the command lasts longer than two ticks of the bar"
+    assert frames
     assert [frame for frame in frames if not re.match(r"\d(/2)? rounds", frame) or len(frame) >= 40] == []
     assert "/2 rounds" in frames[-1]
     assert "\x1b[3" not in text  # no colours
