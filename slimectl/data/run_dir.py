@@ -153,7 +153,8 @@ class RunDir:
             )
         strangers = [child.name for child in self.path.iterdir() if not ownership.UNSIGNED.fullmatch(child.name)]
         if strangers and not ownership.is_run(self.path):
-            old = ", or continue a run of an older version with --resume" if (self.path / "run.toml").exists() else ""
+            is_old = (self.path / "run.toml").exists()
+            old = ", or continue a run of an older version with --resume RUN" if is_old else ""
             raise SettingsError(
                 f"{self.path}: contains {min(strangers)!r} but no manifest.json of a run, so slimectl does not write "
                 f"there. "
@@ -164,8 +165,8 @@ class RunDir:
         """Raise SettingsError if the folder holds a run with any output."""
         if ownership.is_run(self.path) and self._has_output():
             raise SettingsError(
-                f"{self.path}: already holds a run. Add --resume to continue it, --force to replace it, "
-                f"or -s run.name=ANOTHER to use another folder."
+                f"{self.path}: already holds a run. Continue it with --resume {self.path}, replace it "
+                f"with --force, or use another folder with -s run.name=ANOTHER."
             )
 
     def start(

@@ -244,7 +244,7 @@ def report_grading(
     if max_share is not None and late > max_share * len(samples):
         raise SlimectlError(
             f"{message}, more than run.max_reward_timeouts = {max_share:g} of them. Find the cause with "
-            f"`slimectl score --check`, or raise a limit, and continue with --resume"
+            f"`slimectl score --check`, or raise a limit, and continue with --resume RUN"
         )
     logger.warning(f"{message}: their reward is 0")
 

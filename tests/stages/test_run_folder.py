@@ -26,7 +26,7 @@ def test_a_users_folder_with_a_run_toml_is_not_touched(workshop: Workshop):
         assert workshop.stderr == (
             "slimectl: runs/a: contains 'run.toml' but no manifest.json of a run, so slimectl does not write there. "
             "Choose another name for the run with -s run.name=ANOTHER, "
-            "or continue a run of an older version with --resume.\n"
+            "or continue a run of an older version with --resume RUN.\n"
         )
     assert {file.name: file.read_text() for file in folder.iterdir()} == {
         "run.toml": "# my own\n", "thesis.txt": "three years of work\n",
