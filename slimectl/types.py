@@ -64,6 +64,29 @@ def text_of_label(label: Label) -> str:
     return "" if label is None else str(label)
 
 
+def column(row: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a column or of a dotted path, or None if there is none.
+
+    >>> column({"reward_model": {"ground_truth": "4"}}, "reward_model.ground_truth"), column({"a.b": 1}, "a.b")
+    ('4', 1)
+    """
+    if key in row or "." not in key:
+        return row.get(key)
+    head, _, rest = key.partition(".")
+    return column(row[head], rest) if isinstance(row.get(head), dict) else None
+
+
+def domain_of(columns: Mapping[str, Any], metadata: Mapping[str, Any], key: str) -> str | None:
+    """Return the domain of a prompt from a column of its row, or from its metadata, or None without one.
+
+    >>> domain_of({"domain": "code"}, {"domain": "math"}, "domain"), domain_of({}, {"a": {"b": 1}}, "a.b")
+    ('code', '1')
+    """
+    domain = column(columns, key)
+    domain = column(metadata, key) if domain is None else domain
+    return None if domain is None else str(domain)
+
+
 @dataclass(slots=True)
 class Prompt:
     """A prompt for which responses are sampled.

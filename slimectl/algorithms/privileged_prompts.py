@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from slimectl.errors import RecordError
 from slimectl.settings.teachers import TEMPLATE_FIELD
-from slimectl.types import Chat, Sample, text_of_label
+from slimectl.types import Chat, Sample, column, text_of_label
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,8 @@ class PrivilegedPrompts:
             elif name == "response":
                 fields[name] = sample.response
             elif name != "demonstration":
-                fields[name] = _text_at({**sample.extra, **sample.metadata}, name.split(".")[1:])
+                value = column({**sample.extra, **sample.metadata}, name.removeprefix("metadata."))
+                fields[name] = None if value is None else text_of_label(value)
         return fields
 
     def _prompt(self, sample: Sample, fields: Mapping[str, str | None]) -> str | Chat:
@@ -93,10 +93,3 @@ class PrivilegedPrompts:
             )
         chat[place] = {**chat[place], "content": filled(content)}
         return chat
-
-
-def _text_at(value: Any, path: Sequence[str]) -> str | None:
-    """Return the text of a value in nested mappings, or None without one."""
-    for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return None if value is None else text_of_label(value)

@@ -9,7 +9,7 @@ from typing import Literal
 from slimectl.algorithms.privileged_prompts import PrivilegedPrompts
 from slimectl.settings import Settings
 from slimectl.settings.teachers import Teacher, TeacherOptions
-from slimectl.types import Chat, Sample
+from slimectl.types import Chat, Sample, domain_of
 
 
 def _own_tokens(samples: Sequence[Sample]) -> list[list[int] | None]:
@@ -35,7 +35,6 @@ class ScoringPass:
 
 
 REFERENCE = ScoringPass("reference", "ref_log_probs")
-TEACHER = ScoringPass("teacher", "teacher_log_probs")
 
 
 def reference_and_teacher(settings: Settings) -> list[ScoringPass]:
@@ -68,12 +67,8 @@ class _TaughtTokens:
 
     def __call__(self, samples: Sequence[Sample]) -> list[list[int] | None]:
         return [
-            sample.tokens if self.options.teacher_of(domain_of(sample, self.domain_key)) is self.teacher else None
+            sample.tokens
+            if self.options.teacher_of(domain_of(sample.extra, sample.metadata, self.domain_key)) is self.teacher
+            else None
             for sample in samples
         ]
-
-
-def domain_of(sample: Sample, key: str) -> str | None:
-    """Return the domain of a sample's prompt, from its metadata or a column of its row, or None without one."""
-    domain = sample.metadata.get(key, sample.extra.get(key))
-    return None if domain is None else str(domain)

@@ -12,7 +12,7 @@ from slimectl.data.checks import a_chat, shown
 from slimectl.data.prompt_images import OTHER_MEDIA
 from slimectl.errors import RecordError
 from slimectl.system.stdio import logger
-from slimectl.types import Chat, text_of_label
+from slimectl.types import Chat, column, text_of_label
 
 if TYPE_CHECKING:
     from slimectl.data.sources import NamedTables
@@ -103,18 +103,6 @@ def has_column(row: Mapping[str, Any], key: str) -> bool:
     """Whether a row has a column of this name, or an object at this dotted path."""
     head, dot, rest = key.partition(".")
     return key in row or (bool(dot) and isinstance(row.get(head), dict) and has_column(row[head], rest))
-
-
-def column(row: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a column or of a dotted path, or None if there is none.
-
-    >>> column({"reward_model": {"ground_truth": "4"}}, "reward_model.ground_truth"), column({"a.b": 1}, "a.b")
-    ('4', 1)
-    """
-    if key in row or "." not in key:
-        return row.get(key)
-    head, _, rest = key.partition(".")
-    return column(row[head], rest) if isinstance(row.get(head), dict) else None
 
 
 def read_columns(row: Mapping[str, Any], options: PromptOptions, location: str) -> Columns:

@@ -14,14 +14,13 @@ from slimectl.data.columns import (
     PromptOptions,
     as_messages,
     chat_column,
-    column,
     with_context,
 )
 from slimectl.data.prompt_images import has_images, has_places
 from slimectl.data.prompts import BadRow, nonempty_chat, numbered, with_parts
 from slimectl.data.tables import Row
 from slimectl.errors import RecordError
-from slimectl.types import Chat, Prompt, text_of_label
+from slimectl.types import Chat, Prompt, column, text_of_label
 
 SIDES = ("chosen", "rejected")
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from slimectl.chats.messages import from_json
 from slimectl.data.checks import Check, a_chat, a_label, a_mapping, shown
-from slimectl.data.columns import Columns, PromptOptions, column, image_column, read_columns, warn_of_media
+from slimectl.data.columns import Columns, PromptOptions, image_column, read_columns, warn_of_media
 from slimectl.data.difficulty_pools import DifficultyPools
 from slimectl.data.json_values import jsonable
 from slimectl.data.prompt_images import folder_of, has_places, place_images, refuse_other_media
@@ -25,7 +25,7 @@ from slimectl.data.sources import open_table
 from slimectl.data.tables import Row, Selected, Table
 from slimectl.errors import RecordError, SettingsError
 from slimectl.system.stdio import logger
-from slimectl.types import ImageSource, Label, Prompt, Sample
+from slimectl.types import ImageSource, Label, Prompt, Sample, column, domain_of
 
 Item = TypeVar("Item")
 Source = Callable[[int], Iterator[Item]]
@@ -84,8 +84,7 @@ def domain_tables(table: Table, options: PromptOptions) -> list[Table]:
         else:
             row = value if isinstance(value, dict) else {}
             metadata = _checked(location, options.metadata_key, column(row, options.metadata_key), _metadata)
-        domain = column(row, options.domain_key)
-        domain = str(column(metadata, options.domain_key) if domain is None else domain)
+        domain = str(domain_of(row, metadata, options.domain_key))
         if domain in numbers:
             numbers[domain].append(number)
         else:

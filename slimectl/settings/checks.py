@@ -59,11 +59,6 @@ def conflicts(settings: Settings) -> Iterator[str]:
         )
     if len(rewards := [key for key in ("custom_rm_path", "rm", "rm_type") if getattr(settings.score, key)]) > 1:
         yield f"score.{' and score.'.join(rewards)} cannot be combined. Set only one, and the other to none."
-    if getattr(algorithm, "gdpo_weights", None) == {} and not settings.score.rm:
-        yield (
-            "algorithm.gdpo_weights: missing, and algorithm.name gdpo compares the components of a reward. Set it to "
-            "{NAME = weight} with the keys of your reward object, or score.rm to a sum."
-        )
     for name, dataset in settings.eval.datasets.items():
         if dataset.rm_type and dataset.custom_rm_path:
             yield f"eval.data.{name}: rm_type and custom_rm_path cannot be combined. Set only one."
@@ -102,11 +97,7 @@ def conflicts(settings: Settings) -> Iterator[str]:
         )
     if settings.track.mode == "shared" and "wandb" not in settings.track.with_:
         yield "track.mode: shared works only with wandb. Add wandb to track.with, or set another mode."
-    if train.ppo_epochs > 1 and algorithm.trains_on != "rollouts":
-        yield (
-            f"train.ppo_epochs: {algorithm.name} does not train on rounds of rollouts. Set run.num_epoch for several "
-            f"passes over a file."
-        )
+    yield from _algorithm_contradictions(settings)
     yield from _placement_contradictions(settings)
     yield from optimizer_conflicts(train)
     yield from save_conflicts(train, settings.megatron, in_background=settings.run.async_save)
@@ -247,6 +238,21 @@ def _buffer_contradictions(run: RunSettings, rollout: RolloutSettings) -> Iterat
         yield (
             f"rollout.over_sampling_batch_size and run.async_level: {run.async_level} cannot be combined: later "
             f"rounds are already in progress. Drop one."
+        )
+
+
+def _algorithm_contradictions(settings: Settings) -> Iterator[str]:
+    """Yield conflicts between the algorithm and what it trains on."""
+    algorithm = settings.algorithm
+    if getattr(algorithm, "gdpo_weights", None) == {} and not settings.score.rm:
+        yield (
+            "algorithm.gdpo_weights: missing, and algorithm.name gdpo compares the components of a reward. Set it to "
+            "{NAME = weight} with the keys of your reward object, or score.rm to a sum."
+        )
+    if settings.train.ppo_epochs > 1 and algorithm.trains_on != "rollouts":
+        yield (
+            f"train.ppo_epochs: {algorithm.name} does not train on rounds of rollouts. Set run.num_epoch for several "
+            f"passes over a file."
         )
 
 

@@ -26,7 +26,7 @@ def held_out_metrics(name: str, samples: Iterable[Sample], models: Models, setti
     count, sums = 0.0, dict[str, float]()
     for members in sample_batches(samples, settings.algorithm, BATCH):
         attach_scores(members, models, settings)
-        batch, _ = BUILDERS[settings.algorithm.trains_on](members, settings.algorithm, settings.score, None, None)
+        batch, _ = BUILDERS[settings.algorithm.trains_on](members, settings.algorithm, settings.score)
         if batch.rows:
             size, values = measure(batch, models, settings.algorithm)
             count += size

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slimectl.algorithms.scoring import domain_of
 from slimectl.data.chat import encode, render
 from slimectl.data.token_bytes import TokenBytes
 from slimectl.errors import RecordError
@@ -13,7 +12,7 @@ from slimectl.protocols import LogProbModel
 from slimectl.settings.policy_gradient import PolicyGradient
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.text_responses import prompt_of
-from slimectl.types import Sample, TrainingSample
+from slimectl.types import Sample, TrainingSample, domain_of
 
 
 def attach_teacher(row: TrainingSample, sample: Sample, algorithm: PolicyGradient, *, domain_key: str) -> None:
@@ -24,7 +23,7 @@ def attach_teacher(row: TrainingSample, sample: Sample, algorithm: PolicyGradien
     """
     options = algorithm.teacher_options
     assert options is not None
-    domain = domain_of(sample, domain_key)
+    domain = domain_of(sample.extra, sample.metadata, domain_key)
     teacher = options.teacher_of(domain)
     if teacher is None and not algorithm.learns_from_rewards:
         named = "no domain" if domain is None else f"domain {domain!r}"

@@ -109,8 +109,8 @@ def build_sft_batch(
     samples: Sequence[Sample],
     algorithm: Sft,
     score: ScoreSettings,
-    shaped: Sequence[float] | None,
-    moments: RewardMoments | None,
+    shaped: Sequence[float] | None = None,
+    moments: RewardMoments | None = None,
 ) -> tuple[TrainingBatch, Metrics]:
     """Return a row for every demonstration."""
     return TrainingBatch([_row(sample) for sample in samples], [sample.trajectory_id for sample in samples]), {}

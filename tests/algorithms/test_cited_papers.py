@@ -43,7 +43,6 @@ OURS = {
     "share_beyond": "a share",
     "with_remainder": "a sum of probabilities",
     "reference_and_teacher": "a choice of passes",
-    "domain_of": "a value of a sample",
     "normalize_rewards": "puts together functions that cite",
     "plan_batches": "puts together functions that cite",
     "policy_loss": "fills PolicyLoss, which cites, from settings",

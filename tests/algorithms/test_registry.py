@@ -23,7 +23,7 @@ from slimectl.algorithms.estimators import (
 )
 from slimectl.algorithms.losses import PolicyLoss
 from slimectl.algorithms.registry import ALGORITHMS, COMPUTED, LOSS_SETTINGS, Algorithm, policy_loss
-from slimectl.algorithms.scoring import ScoringPass, domain_of, reference_and_teacher
+from slimectl.algorithms.scoring import ScoringPass, reference_and_teacher
 from slimectl.algorithms.surrogates import SURROGATES
 from slimectl.settings import Settings
 from slimectl.settings import algorithm as names
@@ -247,12 +247,6 @@ def test_an_algorithm_has_reference_and_teacher_score_responses_on_their_own_pro
             ("reference", "ref_log_probs"), *[("teacher", "teacher_log_probs")] * (name == "opd")
         ]  # fmt: skip
     assert ScoringPass("policy", "teacher_log_probs").tokens(samples) == [[1, 2, 3], [4, 5]]
-
-
-def test_a_domain_is_a_key_of_the_metadata_or_a_column():
-    assert domain_of(Sample(metadata={"domain": "math"}, extra={"domain": "code"}), "domain") == "math"
-    assert domain_of(Sample(extra={"tag": "code"}), "tag") == "code"
-    assert domain_of(Sample(), "domain") is None
 
 
 @pytest.mark.parametrize(("top_k", "passes"), [(8, [("teacher", "teacher_top_log_probs", 8)]), (None, [])])

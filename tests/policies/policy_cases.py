@@ -6,10 +6,12 @@ Importable by name, so that the processes of a group find the losses.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -17,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimectl.architectures.lora import halves, merged
 from slimectl.checkpoints.hf import HFCheckpoint
+from slimectl.policies import lm_head
 from slimectl.policies.fsdp.policy import FsdpPolicy
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.options import TrainerOptions
@@ -156,3 +159,15 @@ def assert_merged_are_weights(policy: Any, folder: Path) -> None:
         expected = merged(base[name], parts.pop(a), parts.pop(b), scale) if a in parts else base[name]
         assert torch.equal(tensor, expected), name
     assert not parts
+
+
+def assert_chunks_are_exact(
+    gradients: Callable[[torch.dtype], list[Tensor]], monkeypatch: pytest.MonkeyPatch, kept_logits: int
+) -> None:
+    """Assert that gradients of 1024 states and 13 tokens in bfloat16 lose no more in chunks than in one product."""
+    exact, once = gradients(torch.float64), gradients(torch.bfloat16)
+    monkeypatch.setattr(lm_head, "CHUNK_LOGITS", 8 * 13)  # 128 chunks, or 13 slabs of a token
+    monkeypatch.setattr(lm_head, "KEPT_LOGITS", kept_logits)
+    for of_once, of_many, true in zip(once, gradients(torch.bfloat16), exact, strict=True):
+        assert (of_many - true).norm() <= 1.4 * (of_once - true).norm()
+        assert (of_many - true).norm() <= 0.01 * true.norm()

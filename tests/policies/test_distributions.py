@@ -18,7 +18,7 @@ from policies.distillation_cases import (
     rows_to_distill,
     with_likeliest,
 )
-from policies.policy_cases import new_policy, write_random_model
+from policies.policy_cases import assert_chunks_are_exact, new_policy, write_random_model
 from policies.trie_cases import calm_model
 
 from slimectl.algorithms.distillation import Divergence
@@ -133,12 +133,7 @@ def test_many_chunks_in_bfloat16_are_as_exact_as_one_product(
         loss = (scale[0] * logprobs).sum() + (scale[1] * divergences).sum()
         return [part.double() for part in torch.autograd.grad(loss, inputs)]
 
-    exact, once = gradients(torch.float64), gradients(torch.bfloat16)
-    monkeypatch.setattr(lm_head, "CHUNK_LOGITS", 8 * 13)  # 128 chunks, or 13 slabs of a token
-    monkeypatch.setattr(lm_head, "KEPT_LOGITS", kept_logits)
-    for of_once, of_many, true in zip(once, gradients(torch.bfloat16), exact, strict=True):
-        assert (of_many - true).norm() <= 1.4 * (of_once - true).norm()
-        assert (of_many - true).norm() <= 0.01 * true.norm()
+    assert_chunks_are_exact(gradients, monkeypatch, kept_logits)
 
 
 def most_bytes(vocabulary: int, states: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from policies.policy_cases import assert_chunks_are_exact
 
 from slimectl.policies import lm_head, onednn_linear
 from slimectl.policies.lm_head import HeadOptions, linear_log_probs
@@ -103,12 +104,7 @@ def test_many_chunks_in_bfloat16_are_as_exact_as_one_product(
         loss = (scale * logprobs).sum() + (0 if entropies is None else (entropy_scale * entropies).sum())
         return [part.double() for part in torch.autograd.grad(loss, inputs)]
 
-    exact, once = gradients(torch.float64), gradients(torch.bfloat16)
-    monkeypatch.setattr(lm_head, "CHUNK_LOGITS", 8 * 13)  # 128 chunks, or 13 slabs of a token
-    monkeypatch.setattr(lm_head, "KEPT_LOGITS", kept_logits)
-    for of_once, of_many, true in zip(once, gradients(torch.bfloat16), exact, strict=True):
-        assert (of_many - true).norm() <= 1.4 * (of_once - true).norm()
-        assert (of_many - true).norm() <= 0.01 * true.norm()
+    assert_chunks_are_exact(gradients, monkeypatch, kept_logits)
 
 
 def test_log_probs_of_bfloat16_are_float32():
