@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from slimectl.algorithms.scoring import TEACHER
+from slimectl.algorithms.scoring import ScoringPass
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.http.log_prob_client import RemoteLogProbModel
 from slimectl.errors import BackendError, SettingsError
@@ -53,7 +53,8 @@ def distilled(folder: Path, **teacher: Any) -> tuple[list[list[float]], StepRepo
     with closing(builders.trainable_models(settings, folder, executor=LocalExecutor())) as by:
         samples = list(answers())
         if settings.algorithm.opd_divergence == "token":
-            samples = list(attach_log_probs(samples, by.frozen["teacher"], TEACHER))
+            scoring = ScoringPass("teacher", "teacher_log_probs")
+            samples = list(attach_log_probs(samples, by.frozen["teacher"], scoring))
         (report,) = train(samples, Models(by.policy, None, by.frozen), settings)
     return [sample.teacher_log_probs or [] for sample in samples], report
 

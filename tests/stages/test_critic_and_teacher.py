@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from slimectl.algorithms import registry
 from slimectl.algorithms.estimators import TrainingBatch
 from slimectl.algorithms.registry import Algorithm, policy_loss
-from slimectl.algorithms.scoring import REFERENCE, TEACHER, ScoringPass
+from slimectl.algorithms.scoring import REFERENCE, ScoringPass
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import RecordError
 from slimectl.policies.fsdp.policy import FsdpActorCritic, FsdpCritic, FsdpPolicy
@@ -138,7 +138,7 @@ def test_distillation_moves_a_policy_towards_its_teacher_without_rewards(model_d
         sample.reward = None
     with pytest.raises(RecordError, match=r"no teacher_log_probs.*opd_teacher_load"):
         list(train(samples, Models(policy), settings("opd")))
-    samples = list(attach_log_probs(samples, teacher, TEACHER))
+    samples = list(attach_log_probs(samples, teacher, ScoringPass("teacher", "teacher_log_probs")))
     kls = [report.metrics["train/opd_reverse_kl"] for report in train(samples * 12, Models(policy), settings("opd"))]
     # The teacher likes these tokens better: the difference begins below 0 and closes.
     assert kls[0] < -0.01
