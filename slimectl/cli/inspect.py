@@ -10,10 +10,15 @@ import typer
 from slimectl.cli import tokens
 from slimectl.cli.options import SETTINGS, CommonOptions, Selection, with_options
 from slimectl.errors import SettingsError
+from slimectl.system import stdio
 from slimectl.system.model_files import follow_links
 
 
-@with_options("paths rows condition sort prompt follow diff explain color_by mask model", SETTINGS, "as_json")
+@with_options(
+    "paths rows condition sort prompt follow diff explain color_by mask plot metric axis model",
+    SETTINGS,
+    "as_json force",
+)
 def inspect(
     options: CommonOptions,
     selection: Selection,
@@ -32,6 +37,14 @@ def inspect(
     mask: Annotated[
         bool, typer.Option("--mask", help="Show trained tokens in green, or in [[ ]] without colours")
     ] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the curves of runs as FILE.png or FILE.svg")
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option("--metric", metavar="NAME", help="Metric to draw, or part of its name (repeatable)"),
+    ] = None,
+    axis: Annotated[str, typer.Option("--axis", help="x axis of --plot: step, round or time")] = "step",
 ) -> None:
     """Summarize a run, samples file or model directory, and show samples.
 
@@ -39,7 +52,8 @@ def inspect(
 
     For a run, shows the samples that it kept of its rounds and evaluations. With --mask, shows token by token what is
     trained on in a file of samples, demonstrations or preferences (with -s algorithm.name=dpo). The model comes from
-    the file's manifest or from --model. Rows are read as by `slimectl train` with the same -c and -s.
+    the file's manifest or from --model. Rows are read as by `slimectl train` with the same -c and -s. With --plot,
+    runs that differ only in seeds are one line with a band of one standard deviation.
 
     Example:
 
@@ -47,14 +61,28 @@ def inspect(
     """
     from slimectl.cli import inspect_samples, inspect_views
 
-    modes = {"--mask": mask, "--diff": diff, "--prompt": prompt is not None, "--follow": follow}
+    modes = {
+        "--mask": mask,
+        "--diff": diff,
+        "--prompt": prompt is not None,
+        "--follow": follow,
+        "--plot": plot is not None,
+    }
     _check(paths, [name for name, is_set in modes.items() if is_set], selection)
+    if plot is None and metric:
+        raise SettingsError("--metric: chooses what --plot draws. Add --plot FILE.png")
     if mask and selection.as_json:
         raise SettingsError("--mask and --json cannot be combined. With --json, a sample's mask is its loss_mask")
     paths = [follow_links(path) for path in paths]
     path = paths[0]
     selection.model = options.model
-    if mask:
+    if plot is not None:
+        from slimectl.cli.plot import draw_runs
+
+        if plot.exists() and not options.force:
+            raise SettingsError(f"{plot}: already exists. Add --force to replace it")
+        stdio.note(draw_runs(paths, plot, metrics=metric or [], axis=axis))
+    elif mask:
         inspect_views.show_masks(path, selection.rows, options.resolve().settings)
     elif diff:
         from slimectl.cli import comparison
@@ -95,7 +123,7 @@ def _check(paths: list[Path], modes: list[str], selection: Selection) -> None:
     if modes == ["--diff"] and len(paths) != 2:
         raise SettingsError("--diff: needs two paths: slimectl inspect --diff A B")
     compares = not modes and len(paths) == 2 and not (color_by or explain)
-    if modes != ["--diff"] and len(paths) != 1 and not compares:
+    if modes not in (["--diff"], ["--plot"]) and len(paths) != 1 and not compares:
         raise SettingsError(f"{paths[1]}: only one path can be shown at a time. To compare two, drop the other options")
     for path in paths:
         if not path.exists() and modes != ["--follow"]:
