@@ -125,11 +125,8 @@ def drawing(charts: Sequence[Chart], *, kind: str, axis: str = "step") -> bytes:
         for number, chart in enumerate(charts):
             _draw(figure.add_subplot(rows, columns, number + 1), chart, axis)
         if has_legend:
-            lines = {text.get_label(): text for axes in figure.axes for text in axes.get_lines()}
-            figure.legend(
-                [lines[f" {label}"] for label in labels], list(lines), loc="outside lower left", ncols=2 * columns,
-                frameon=False,
-            )  # fmt: skip
+            lines = {str(line.get_label()): line for axes in figure.axes for line in axes.get_lines()}
+            figure.legend(list(lines.values()), list(lines), loc="outside lower left", ncols=2 * columns, frameon=False)
         output = io.BytesIO()
         figure.savefig(output, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {"Software": None})
     return output.getvalue()
@@ -164,9 +161,12 @@ def _series(run: RunSource, axis: str) -> dict[str, Points]:
     for step in sorted(seconds):
         total += seconds[step]
         elapsed[step] = total
-    place = {"step": lambda step, _: step, "round": lambda _, number: number, "time": lambda step, _: elapsed[step]}
     return {
-        name: [(place[axis](step, number), value) for step, number, value in values if step in elapsed]
+        name: [
+            (number if axis == "round" else elapsed[step] if axis == "time" else step, value)
+            for step, number, value in values
+            if axis != "time" or step in elapsed
+        ]
         for name, values in points.items()
     }
 

@@ -62,6 +62,10 @@ def test_runs_that_differ_in_their_seed_are_one_line(tmp_path: Path):
 
 def test_metrics_are_chosen_by_a_part_of_their_name_and_values_that_are_not_finite_are_left_out(tmp_path: Path):
     folder = run(tmp_path / "a", {1: 1.0, 2: float("nan"), 3: float("inf")})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(
+            '[1]\n{"step": 4}\n{"metrics": {}}\nnot JSON\n{"step": 5, "metrics": {"rollout/raw_reward": "high"}}\n'
+        )
     charts = plot.charts_of(list(Library([folder]).runs.values()), metrics=["ppo", "raw_reward"], axis="round")
     assert [chart.title for chart in charts] == ["train/ppo_kl (nat)", "rollout/raw_reward"]
     assert charts[1].lines[0].points == [(10, 1.0)]

@@ -331,8 +331,9 @@ def _json_lines(path: Path, offset: int) -> tuple[list[Any], int, bool]:
     text, start, more = _whole_lines(path, offset)
     lines = []
     for line in text.splitlines():
-        with suppress(ValueError):
-            lines.append(json.loads(line))
+        value = _json_line(line)
+        if "step" in value and isinstance(value.get("metrics"), dict):
+            lines.append(value)
     return lines, start + len(text), more
 
 
