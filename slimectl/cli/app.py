@@ -16,6 +16,7 @@ from slimectl.cli.bench import bench
 from slimectl.cli.chat import chat
 from slimectl.cli.completion import completion
 from slimectl.cli.convert import convert
+from slimectl.cli.diagnose import diagnose
 from slimectl.cli.diff import diff
 from slimectl.cli.doctor import doctor
 from slimectl.cli.evaluate import evaluate
@@ -141,7 +142,7 @@ for command in (ask, chat):
     app.command(rich_help_panel=TALK)(guarded(with_messages(command)))
 
 ABOUT = "Settings, models and records"
-for command in (plan, doctor, bench, inspect, diff, view, runs, metrics, models, completion):
+for command in (plan, doctor, bench, inspect, diagnose, diff, view, runs, metrics, models, completion):
     app.command(rich_help_panel=ABOUT)(guarded(with_messages(command), runs_user_code=command is bench))
 settings_app = typer.Typer(
     no_args_is_help=True, help="Show, validate and explain settings, or convert them from another stack."

@@ -21,13 +21,13 @@ from slimectl.cli.app import app
 
 COMMANDS = [
     ["run"], ["rollout"], ["score"], ["train"], ["eval"], ["convert"], ["serve"], ["inspect"], ["metrics"], ["models"],
-    ["plan"], ["doctor"], ["bench"], ["completion"], ["ask"], ["chat"], ["view"], ["runs"], ["diff"],
+    ["plan"], ["doctor"], ["bench"], ["completion"], ["ask"], ["chat"], ["view"], ["runs"], ["diff"], ["diagnose"],
     ["settings", "show"], ["settings", "validate"], ["settings", "schema"], ["settings", "explain"],
     ["settings", "from"],
 ]  # fmt: skip
 
 
-QUICK = ("plan", "metrics", "completion", "settings", "inspect", "diff", "runs")
+QUICK = ("plan", "metrics", "completion", "settings", "inspect", "diagnose", "diff", "runs")
 AGE = rb"\d+ (s|min) ago"
 """Commands that are run a second time, with all messages: their stdout is the same."""
 

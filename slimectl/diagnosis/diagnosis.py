@@ -1,0 +1,211 @@
+"""Finds the troubles of a run from its records, line by line while it runs or afterwards from its folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slimectl.data.ownership import read_manifest
+from slimectl.diagnosis.catalogue import DETECTORS
+from slimectl.diagnosis.detector import Detector, Observation
+from slimectl.diagnosis.finding import SEVERITIES, Finding
+from slimectl.diagnosis.history import TOTAL, History
+from slimectl.errors import SettingsError
+
+Line = Mapping[str, Any]
+"""A line of metrics.jsonl or perf.jsonl."""
+
+
+@dataclass
+class _Trace:
+    """What is known of one kind of finding: rounds with and without it in a row, and the finding that lasts."""
+
+    first: int = 0
+    times_seen: int = 0
+    times_absent: int = 0
+    last: int = 0
+    finding: Finding | None = None
+
+
+class Diagnosis:
+    """Reads the records of a run and keeps its findings.
+
+    `observe` takes every line of metrics.jsonl and perf.jsonl in the order in which the run writes them. The same lines
+    give the same findings, whether the run still writes them or has ended. `settings` are the values of run.toml by
+    dotted key. `folder` is the run's folder, for commands.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], folder: Path, *, is_recorded: bool = False) -> None:
+        self.history = History(settings, folder)
+        self.history.is_recorded = is_recorded
+        self.ended: list[Finding] = []
+        self._traces = {detector.kind: _Trace() for detector in DETECTORS}
+        self._number = 0
+        self._has_times = False
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All findings so far: those that last first, then by severity and first round."""
+        lasting = [trace.finding for trace in self._traces.values() if trace.finding is not None]
+        return sorted(
+            [*lasting, *self.ended],
+            key=lambda finding: (not finding.lasts, SEVERITIES.index(finding.severity), finding.first_round),
+        )
+
+    def observe(self, line: Line) -> list[Finding]:
+        """Take a line of the records. Return the findings that begin or end with it."""
+        metrics = finite(line["metrics"])
+        if "rollout_id" not in line:
+            return self._observe_times(metrics)
+        number = int(line["rollout_id"])
+        if any(name.startswith("eval/") for name, _ in metrics):
+            self.history.add_evaluation(number, metrics)
+            return self._detect("evaluation", number)
+        changes: list[Finding] = []
+        if number != self._number and self.history.has_open_round:  # a run whose records have no times
+            changes = self._close()
+        if number != self._number or self.history.has_open_round:  # rows left over may follow the last round
+            self.history.add_step(metrics)
+        self._number = number
+        return changes
+
+    def close(self) -> list[Finding]:
+        """Complete the last round of a run whose records have no times."""
+        return self._close() if self.history.has_open_round and not self._has_times else []
+
+    def _observe_times(self, metrics: Any) -> list[Finding]:
+        self.history.add_step(metrics)
+        self._has_times = True
+        return self._close() if any(name == TOTAL for name, _ in metrics) else []
+
+    def _close(self) -> list[Finding]:
+        self.history.close(self._number)
+        return self._detect("round", self._number)
+
+    def _detect(self, after: str, number: int) -> list[Finding]:
+        changes: list[Finding] = []
+        for detector in DETECTORS:
+            if detector.after == after:
+                changes += self._follow(detector, detector.find(self.history), number)
+        return changes
+
+    def _follow(self, detector: Detector, observation: Observation | None, number: int) -> Iterator[Finding]:
+        """Yield the finding of a detector if it begins or ends in this round."""
+        trace = self._traces[detector.kind]
+        if observation is None:
+            trace.times_seen, trace.times_absent = 0, trace.times_absent + 1
+            if trace.finding is not None and trace.times_absent >= detector.recovery:
+                ended = replace(trace.finding, last_round=trace.last)
+                self.ended.append(ended)
+                trace.finding = None
+                yield ended
+            return
+        trace.first = trace.first if trace.times_seen else number
+        trace.times_seen, trace.times_absent, trace.last = trace.times_seen + 1, 0, number
+        if trace.finding is not None:
+            trace.finding = replace(self._finding(detector, observation), first_round=trace.finding.first_round)
+        elif trace.times_seen >= detector.patience:
+            trace.finding = replace(self._finding(detector, observation), first_round=trace.first)
+            yield trace.finding
+
+    def _finding(self, detector: Detector, observation: Observation) -> Finding:
+        run = str(self.history.folder)
+
+        def filled(*texts: str) -> tuple[str, ...]:
+            return tuple(text.replace("{run}", run) for text in dict.fromkeys(texts))
+
+        return Finding(
+            kind=detector.kind,
+            title=observation.title,
+            severity=detector.severity,
+            first_round=self._number,
+            last_round=None,
+            evidence=self.history.evidence(*observation.metrics),
+            commands=filled(*observation.commands, *detector.commands),
+            causes=filled(*observation.causes, *detector.causes),
+            remedies=filled(*observation.remedies, *detector.remedies),
+        )
+
+
+def replayed(settings: Mapping[str, Any], folder: Path, *, is_recorded: bool = False) -> Diagnosis:
+    """Return the diagnosis of what a run's folder holds so far."""
+    diagnosis = Diagnosis(settings, folder, is_recorded=is_recorded)
+    for line in read_lines(folder):
+        diagnosis.observe(line)
+    return diagnosis
+
+
+def diagnose_run(folder: Path) -> list[Finding]:
+    """Return the findings of a run, which may still run, may have been killed, or may be of an older version.
+
+    Raises SettingsError for a folder that is not a run's.
+    """
+    try:
+        settings = tomllib.loads((folder / "run.toml").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SettingsError(f"{folder}: not a run. Give a run's folder (runs/NAME)") from None
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{folder}/run.toml: cannot be read ({error}). Restore it from a copy") from None
+    is_recorded = (read_manifest(folder) or {}).get("command") == "train"
+    diagnosis = replayed(_by_dotted_key(settings), folder, is_recorded=is_recorded)
+    diagnosis.close()
+    return diagnosis.findings
+
+
+def _by_dotted_key(sections: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"{section}.{key}": value
+        for section, values in sections.items()
+        if isinstance(values, dict)
+        for key, value in values.items()
+    }
+
+
+def read_lines(folder: Path) -> Iterator[Line]:
+    """Yield the lines of metrics.jsonl and perf.jsonl in the order in which they were written.
+
+    Every step and evaluation has a line in both files. A save has one in perf.jsonl only, a step of the warm-up one in
+    metrics.jsonl only.
+    """
+    times = _objects(folder / "perf.jsonl")
+    time = next(times, None)
+    for line in _objects(folder / "metrics.jsonl"):
+        while time is not None and (_is_save(time) or time["step"] < line["step"]):
+            yield time
+            time = next(times, None)
+        yield line
+        if time is not None and "rollout_id" in line and time["step"] == line["step"]:
+            yield time
+            time = next(times, None)
+    while time is not None:
+        yield time
+        time = next(times, None)
+
+
+def finite(metrics: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    """Return the metrics that are finite numbers."""
+    return [
+        (name, float(value))
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    ]
+
+
+def _is_save(line: Line) -> bool:
+    return "perf/save_model_time" in line["metrics"]
+
+
+def _objects(path: Path) -> Iterator[Line]:
+    """Yield the lines of a file that are records. A killed run may have left half of one."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for text in file:
+            with suppress(ValueError, RecursionError):
+                line = json.loads(text)
+                if isinstance(line, dict) and isinstance(line.get("metrics"), dict) and "step" in line:
+                    yield line

@@ -1,0 +1,187 @@
+"""Detectors of the engine's weights, waiting, slow parts, and of memory and disk."""
+
+from __future__ import annotations
+
+import statistics
+
+from slimectl.diagnosis import limits
+from slimectl.diagnosis.detector import Observation
+from slimectl.diagnosis.history import TOTAL, History
+
+MISMATCH = "train/train_rollout_logprob_abs_diff"
+WINDOW = 5
+"""Rounds over which times are compared by their median."""
+
+
+def mismatch(run: History) -> Observation | None:
+    difference, stale = run.last(MISMATCH), run.last("rollout/staleness/max")
+    bound, exact = float(run.setting("run.max_logprob_mismatch", 0.1)), _is_exact(run)
+    if stale or not difference or _has_penalties(run):
+        return None
+    start = run.of(MISMATCH).baseline
+    grows = difference > limits.MISMATCH_SMALL and difference > limits.MISMATCH_GROWTH * start
+    if difference <= (limits.MISMATCH_EXACT if exact else bound) and not grows:
+        return None
+    grown = f", {difference / start:.0f} times the start" if grows and start else ""
+    causes = ("New weights do not reach the engine",) if grows else ("The engine samples at another temperature",)
+    return Observation(f"Engine and trainer differ by {difference:.3g} nat per token{grown}", (MISMATCH,), causes)
+
+
+def _is_exact(run: History) -> bool:
+    backend, dtypes = run.setting("engine.backend"), (run.setting("engine.dtype"), run.setting("train.dtype"))
+    return backend in ("auto", "embedded") and dtypes == ("float32", "float32") and not run.setting("engine.url")
+
+
+def _has_penalties(run: History) -> bool:
+    names = ("presence_penalty", "frequency_penalty")
+    return (
+        any(run.setting(f"rollout.{name}", 0.0) for name in names) or run.setting("rollout.repetition_penalty", 1) != 1
+    )
+
+
+def staleness(run: History) -> Observation | None:
+    mean, steps = run.last("rollout/staleness/mean"), max(1, run.steps)
+    ahead = int(run.setting("run.async_level", 0)) + int(run.setting("sync.update_weights_interval", 1)) - 1
+    expected = steps * ahead
+    if mean < expected + limits.STALE:
+        return None
+    return Observation(
+        f"Samples are {mean:.1f} weight versions old, and settings explain {expected}",
+        ("rollout/staleness/mean", "rollout/staleness/max"),
+    )
+
+
+def share(run: History, *names: str) -> float:
+    """Return the median share of a round's time over the last rounds, summed over metrics, or 0 for too few rounds."""
+    total = run.of(TOTAL)
+    if len(total) < WINDOW:
+        return 0.0
+    parts = [_recent(run, name) for name in names]
+    recent = _recent(run, TOTAL)
+    return statistics.median(
+        sum(part.get(number, 0.0) for part in parts) / total_s if total_s else 0.0 for number, total_s in recent.items()
+    )
+
+
+def _recent(run: History, name: str) -> dict[int, float]:
+    series = run.of(name)
+    return dict(zip(series.rounds[-WINDOW:], series.values[-WINDOW:], strict=True))
+
+
+def waiting(run: History) -> Observation | None:
+    part = share(run, "perf/wait_time")
+    lost = sum(run.of("perf/wait_time").values)
+    if part < limits.WAIT or lost < limits.WORTHWHILE_S or run.setting("cluster.colocate"):
+        return None
+    ahead = int(run.setting("run.async_level", 0))
+    remedy = ("Set run.async_level = 1",) if not ahead else ("Add engines, or give the engines more GPUs",)
+    return Observation(
+        f"Training waits for samples in {part:.0%} of the time ({lost:.0f} s so far)",
+        ("perf/wait_time_ratio", "perf/generate_time", "perf/reward_time"),
+        remedies=remedy,
+    )
+
+
+def slow_grader(run: History) -> Observation | None:
+    part, seconds = share(run, "perf/reward_time"), run.last("perf/reward_time")
+    if part < limits.GRADING or seconds < limits.GRADING_S:
+        return None
+    return Observation(
+        f"Grading takes {part:.0%} of the time, {seconds:.2g} s per round", ("perf/reward_time", "perf/generate_time")
+    )
+
+
+PASSES = ("perf/log_probs_time", "perf/ref_log_probs_time", "perf/teacher_log_probs_time")
+
+
+def slow_log_probs(run: History) -> Observation | None:
+    part, training = share(run, *PASSES), share(run, "perf/actor_train_time")
+    if part < limits.LOG_PROBS_SHARE or part < limits.LOG_PROBS * training:
+        return None
+    return Observation(
+        f"Passes for log-probabilities take {part:.0%} of the time, and training {training:.0%}",
+        (*PASSES, "perf/actor_train_time"),
+    )
+
+
+def slow_push(run: History) -> Observation | None:
+    part = share(run, "perf/update_weights_time")
+    if part < limits.PUSHING or sum(run.of("perf/update_weights_time").values) < limits.WORTHWHILE_S:
+        return None
+    return Observation(
+        f"Sending weights takes {part:.0%} of the time", ("perf/update_weights_time", "perf/update_weights_bytes")
+    )
+
+
+def checkpoints(run: History) -> Observation | None:
+    saving, total = run.series.get("perf/save_model_time"), run.of(TOTAL)
+    spent = sum(saving.values) if saving else 0.0
+    total_s = spent + sum(total.values)
+    if spent < limits.WORTHWHILE_S or spent < limits.SAVING * total_s:
+        return None
+    return Observation(f"Writing checkpoints takes {spent / total_s:.0%} of the time", ("perf/save_model_time", TOTAL))
+
+
+def straggler(run: History) -> Observation | None:
+    for part in ("rank", "engine"):
+        ratio = run.last(f"perf/slowest_{part}_ratio")
+        if ratio > limits.STRAGGLER:
+            number = run.last(f"perf/slowest_{part}")
+            return Observation(
+                f"Training waits for {part} {number:.0f}, which takes {ratio:.1f} times as long as the median",
+                (f"perf/slowest_{part}_ratio", f"perf/slowest_{part}"),
+            )
+    longest, middle = run.last("rollout/response_len/max"), run.last("rollout/response_len/median")
+    lost = sum(run.of("perf/wait_time").values)
+    waits = share(run, "perf/generate_time") > limits.WAIT and lost > limits.WORTHWHILE_S
+    if not waits or longest < limits.LONGEST * middle or run.setting("rollout.partial_rollout"):
+        return None
+    return Observation(
+        f"One long response holds up a round: {longest:.0f} tokens, and the median is {middle:.0f}",
+        ("rollout/response_len/max", "rollout/response_len/median", "perf/generate_time"),
+        remedies=("Set rollout.partial_rollout = true, or run.async_level = 2",),
+    )
+
+
+def memory(run: History) -> Observation | None:
+    for name, device in (("perf/gpu_memory_ratio", "a training GPU"), ("perf/cpu_memory_ratio", "the machine")):
+        if (used := run.last(name)) >= limits.MEMORY:
+            return Observation(f"The memory of {device} is nearly full: {used:.0%}", (name, "perf/cpu_memory_gb"))
+    return None
+
+
+def disk(run: History) -> Observation | None:
+    used, free = run.last("perf/disk_used_ratio"), run.last("perf/disk_free_gb")
+    series = run.of("perf/disk_free_gb")
+    filling = _rounds_left(run)
+    full = used >= limits.DISK and len(series)
+    rounds_left = (run.planned or 0) - run.round
+    if not full and (filling is None or filling > rounds_left):
+        return None
+    ends = f", and is full in about {filling:.0f} rounds" if filling is not None and filling <= rounds_left else ""
+    return Observation(
+        f"The disk of the run has {free:.3g} GiB left{ends}", ("perf/disk_free_gb", "perf/disk_used_ratio")
+    )
+
+
+def _rounds_left(run: History) -> float | None:
+    """Return after how many rounds the disk is full if it fills as since the first round, or None if it does not."""
+    series = run.of("perf/disk_free_gb")
+    if len(series) < 4 * WINDOW:
+        return None
+    lost = statistics.median(series.values[:WINDOW]) - statistics.median(series.tail(WINDOW))
+    per_round = lost / (series.rounds[-1] - series.rounds[0])
+    return series.values[-1] / per_round if per_round > 0 else None
+
+
+def low_utilization(run: History) -> Observation | None:
+    series = run.of("perf/mfu")
+    if len(series) < WINDOW or not run.last("perf/gpu_memory_allocated_gb"):
+        return None
+    reached = statistics.median(series.tail(WINDOW))
+    if reached >= limits.UTILIZATION * limits.PLANNED_MFU:
+        return None
+    return Observation(
+        f"Training reaches {reached:.1%} of the GPU's peak. `slimectl plan` assumes {limits.PLANNED_MFU:.0%}",
+        ("perf/mfu", "perf/actor_train_tflops"),
+    )

@@ -1,0 +1,52 @@
+"""The page of findings, generated from the catalogue: python tests/diagnosis/test_findings_page.py writes it anew."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from slimectl.diagnosis.catalogue import LEARNING, POLICY, RESOURCES, RESPONSES
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "findings.md"
+INTRODUCTION = """# Findings
+
+<!-- tables -->
+
+Everything that [`slimectl diagnose`](../diagnosis.md) can find, with the values of a healthy run, likely causes, and
+what to try. An error means that further rounds are wasted, a warning that the run may go wrong, and advice that it
+could be faster.
+"""
+GROUPS = {
+    "Learning": LEARNING, "Policy": POLICY, "Responses and grading": RESPONSES,
+    "Engines, speed and resources": RESOURCES,
+}  # fmt: skip
+
+
+CODE = re.compile(r"""\b[a-z_]+\.[a-z_]+( = [\w."-]*\w"?)?|slimectl [a-z]+( --?[a-z-]+)*( [\w/]+run\.toml)?""")
+
+
+def marked(text: str) -> str:
+    """A text with its settings and commands in backticks, so that tests/test_docs.py checks the names."""
+    return text if "`" in text else CODE.sub(lambda match: f"`{match[0]}`", text)
+
+
+def lines() -> Iterator[str]:
+    yield INTRODUCTION
+    for title, detectors in GROUPS.items():
+        yield f"## {title}\n"
+        for detector in detectors:
+            yield f"### {detector.kind}\n\nSeverity: {detector.severity}.\n\n**Healthy.** {detector.healthy}\n"
+            for name, texts in (("Causes", detector.causes), ("Try", detector.remedies), ("Look", detector.commands)):
+                if texts:
+                    texts = [text.replace("{run}", "RUN") for text in texts]
+                    items = [f"`{text}`" if name == "Look" else marked(text) for text in texts]
+                    yield f"**{name}.**\n\n" + "\n".join(f"- {item}" for item in items) + "\n"
+
+
+def test_the_page_is_that_of_the_catalogue():
+    assert PAGE.read_text(encoding="utf-8") == "\n".join(lines())
+
+
+if __name__ == "__main__":
+    PAGE.write_text("\n".join(lines()), encoding="utf-8")
