@@ -7,6 +7,7 @@
     ├── CheckpointError           exit 1   give another checkpoint, or convert this one
     ├── StorageError              exit 1   free space, or write elsewhere
     ├── DivergedError             exit 1   continue from the last checkpoint with other settings
+    ├── OutOfMemoryError          exit 1   continue with settings that need less memory (`run` does this automatically)
     └── BackendError              exit 4   start, reach or install the backend
         ├── DiedError             exit 4   restart from the last checkpoint (`run` does this automatically)
         └── MissingExtraError     exit 4   run the `pip install` command in the message
@@ -18,6 +19,8 @@ SIGTERM, 129 by SIGHUP, 141 the reader of stdout closed the pipe.
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
+from typing import Any
 
 from slimectl.system.redaction import redact_text
 
@@ -74,6 +77,14 @@ class StorageError(SlimectlError):
 
 class DivergedError(SlimectlError):
     """Training met non-finite numbers and stopped before an update with them."""
+
+
+class OutOfMemoryError(SlimectlError):
+    """A model does not fit into memory. `settings` are values with which it may fit, by name, or empty."""
+
+    def __init__(self, message: str, settings: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.settings = dict(settings or {})
 
 
 class BackendError(SlimectlError):

@@ -80,6 +80,8 @@ def _train() -> list[Metric]:
         "global_batch_size": ("rollouts", "Rollouts in the step"),
         "valid_samples": ("samples", "Samples of the step with at least one trained token"),
         "valid_sample_ratio": ("", "Share of the step's non-empty samples that have a trained token"),
+        "samples_left_out": ("samples", "Samples that did not fit into memory alone. Absent if all did"),
+        "critic-samples_left_out": ("samples", "The same in training the critic"),
         "rollouts_left_over": ("rollouts", "Rollouts kept for the next step"),
         "ppo_epoch": ("", "Pass over the round's samples to which the step belongs (train.ppo_epochs above 1)"),
         "step": ("steps", "The axis of train metrics"),
@@ -294,6 +296,8 @@ def _perf() -> list[Metric]:
         "perf/mfu": ("", "perf/actor_train_tflops / peak of the device (data sheet or track.measure_peak)"),
         "perf/gpu_memory_allocated_gb": ("GiB", "Largest allocation of a training rank on its GPU in the round"),
         "perf/gpu_memory_reserved_gb": ("GiB", "Largest reservation of torch's allocator there"),
+        "perf/gpu_memory_used_ratio": ("", "perf/gpu_memory_reserved_gb as a share of the GPU's memory"),
+        "perf/pack_splits": ("packs", "Packs of the round that did not fit into memory. Absent if all did"),
         "perf/cpu_memory_gb": ("GiB", "Resident memory of the largest training process at the end of the round"),
     }
     return [Metric(name, unit, "rollout/step", text) for name, (unit, text) in definitions.items()]

@@ -43,6 +43,17 @@ class ProcessMemory:
     rss: int = 0
     vms: int = 0
     device: DeviceMemory | None = None
+    pack_splits: int = 0
+    """How many packs did not fit since the process started."""
+
+
+_pack_splits = 0
+
+
+def count_pack_split() -> None:
+    """Count a pack of this process that did not fit into memory."""
+    global _pack_splits
+    _pack_splits += 1
 
 
 def process_memory(*, reset_peak: bool = False) -> ProcessMemory:
@@ -53,7 +64,7 @@ def process_memory(*, reset_peak: bool = False) -> ProcessMemory:
         vms, rss = (int(count) * os.sysconf("SC_PAGE_SIZE") for count in pages[:2])
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
-        return ProcessMemory(rss, vms)
+        return ProcessMemory(rss, vms, None, _pack_splits)
     cuda = torch.cuda
     memory = DeviceMemory(
         cuda.current_device(), cuda.memory_allocated(), cuda.memory_reserved(), cuda.max_memory_allocated(),
@@ -61,7 +72,7 @@ def process_memory(*, reset_peak: bool = False) -> ProcessMemory:
     )  # fmt: skip
     if reset_peak:
         cuda.reset_peak_memory_stats()
-    return ProcessMemory(rss, vms, memory)
+    return ProcessMemory(rss, vms, memory, _pack_splits)
 
 
 def peak_flops(name: str) -> float | None:

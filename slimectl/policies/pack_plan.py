@@ -142,6 +142,11 @@ class PackPlan:
             spans=[*self.spans, AttentionSpan(tokens, missing, np.zeros(0, dtype=np.int64))],
         )
 
+    def computed_tokens(self, *, padded: bool) -> int:
+        """Return the tokens that a forward pass computes of the rows. If `padded`, every row has the longest length."""
+        lengths = [len(path) for path in self.paths]
+        return max(lengths, default=0) * len(lengths) if padded else len(np.unique(np.concatenate([[], *self.paths])))
+
     @cached_property
     def predictions(self) -> Predictions:
         """What the language-model head has to compute."""

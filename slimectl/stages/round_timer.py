@@ -64,6 +64,8 @@ class RoundTimer:
         self._flops: defaultdict[str, float] = defaultdict(float)
         self._memory: Metrics = {}
         self._peaks: Metrics = {}
+        self._split_count = 0
+        """Packs that had been split in the processes of the policy when they were last asked."""
         self._open: list[str] = []
         self._mark = 0.0
 
@@ -140,7 +142,12 @@ class RoundTimer:
 
     def note_peaks(self, model: Any) -> None:
         """Record the peak memory of a model's processes since the previous round, as the maximum over processes."""
-        self._note_peaks(on_ranks(model, _memory_and_reset))
+        processes = on_ranks(model, _memory_and_reset)
+        self._note_peaks(processes)
+        # A process that was started again counts from 0.
+        before, self._split_count = self._split_count, sum(process.pack_splits for process in processes)
+        if self._split_count > before:
+            self._peaks["perf/pack_splits"] = float(self._split_count - before)
 
     def take(self) -> Metrics:
         """Return the metrics of the round, and start the next one."""
@@ -170,6 +177,9 @@ class RoundTimer:
             if any(values):
                 key = f"perf/{name}_gb"
                 self._peaks[key] = max(self._peaks.get(key, 0.0), max(values) / GIB)
+        for device in devices:
+            key, share = "perf/gpu_memory_used_ratio", device.max_reserved / device.total
+            self._peaks[key] = max(self._peaks.get(key, 0.0), share)
 
     def _note_memory(self, phase: str, moment: str, model: Any) -> None:
         """Record the memory of a model's processes at the start or end of a phase. The first start in a round counts.

@@ -76,7 +76,7 @@ def empty_model(model_dir: Path, recompute: Recompute = Recompute()) -> TrainedM
             module.padding_idx = None
     for config in (hf.config, hf.config.get_text_config()):
         config.output_router_logits = False  # the auxiliary loss needs more than the last states
-    _set_recompute(hf, recompute)
+    set_recompute(hf, recompute)
     return model
 
 
@@ -113,7 +113,7 @@ def _on_meta(config: Any, attention_function: str | None) -> Any:
     return hf
 
 
-def _set_recompute(hf: Any, recompute: Recompute) -> None:
+def set_recompute(hf: Any, recompute: Recompute) -> None:
     """Recompute activations as `recompute` specifies, in a model that stays in evaluation mode.
 
     transformers recomputes only in training mode, where dropout and router jitter change log-probabilities.

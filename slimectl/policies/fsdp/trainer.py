@@ -34,7 +34,7 @@ from slimectl.policies.checkpoint import (
     write_trainer,
 )
 from slimectl.policies.determinism import in_kernels
-from slimectl.policies.fsdp.build import empty_model
+from slimectl.policies.fsdp.build import empty_model, set_recompute
 from slimectl.policies.fsdp.lora import Adapters
 from slimectl.policies.fsdp.master_weights import MasterWeights, clip, local_part, squared_norm
 from slimectl.policies.fsdp.model import Outputs, Request, Role, TrainedModel, rope_limit
@@ -51,7 +51,9 @@ from slimectl.policies.muon import hidden_matrices, moment_names
 from slimectl.policies.onednn_linear import ROWS, is_faster, use_onednn
 from slimectl.policies.optimizer import lr_at, trainable_names
 from slimectl.policies.options import TrainerOptions
+from slimectl.policies.out_of_memory import PackFitter, optimizer_error, unless_out_of_memory
 from slimectl.policies.pack_plan import PackPlan, Value, plan_packs
+from slimectl.policies.recompute import Recompute
 from slimectl.policies.saving import SaveStreams, StreamSaver, reads_moments
 from slimectl.protocols import Adapter, CheckpointFormat, NamedTensors
 from slimectl.system.model_files import trainer_folder
@@ -82,10 +84,9 @@ class FsdpTrainer(StreamSaver):
         self.model.role, self.model.temperature = self.role, options.temperature
         hf: Any = self.model.hf
         self.teacher: FsdpTrainer | None = None
-        self.planning = options
-        """Options with which packs are planned."""
+        planning = options
         if self.model.obstacle:
-            self.planning = padded_options(options)
+            planning = padded_options(options)
             report_general_path(hf.config.model_type, self.model.obstacle)
         self.rope_limit = rope_limit(hf)
         self.vocabulary = int(hf.get_input_embeddings().num_embeddings)
@@ -114,6 +115,12 @@ class FsdpTrainer(StreamSaver):
         self.carried_names = self.masters.names.carried
         self.matrices = hidden_matrices(hf) & self.masters.trained.keys() if options.optimizer.name == "muon" else set()
         """Names of the parameters that Muon updates."""
+        # In a sharded model, other ranks wait for this one within a pack.
+        self.fitter = PackFitter(
+            planning, retries=mesh is None, recompute=partial(set_recompute, hf, Recompute("full"))
+        )
+        self._calls: list[tuple[Sequence[TrainingSample], Loss]] = []
+        """Calls whose gradients have been added up since the last update."""
         self.optimizer = optimizer_of(self.masters, options.optimizer, self.matrices, dtype=options.compute_dtype)
 
     def _mesh(self, sharded: bool) -> Any | None:
@@ -174,38 +181,75 @@ class FsdpTrainer(StreamSaver):
     ) -> list[list[Value]]:
         """Return what `of_pack` returns of every row by its index, without gradients, on every rank."""
         self.memory.wake()
-        outputs_by_row: dict[int, list[Value]] = {}
+        outputs_by_row: dict[int, list[Value]] | None = None
         with torch.no_grad():
-            for plan in self._plans(rows, for_loss=False):
-                outputs_by_row |= of_pack(plan)
+            while outputs_by_row is None:
+                outputs_by_row = self._by_row(rows, of_pack)
         for part in self._gather_ranks(outputs_by_row):
             outputs_by_row |= part
         return [outputs_by_row[i] for i in range(len(rows))]
 
+    def _by_row(
+        self, rows: Sequence[TrainingSample], of_pack: Callable[[PackPlan], dict[int, list[Value]]]
+    ) -> dict[int, list[Value]] | None:
+        """Return the outputs of this rank's rows, or None if a pack did not fit and the next ones are smaller."""
+        outputs_by_row: dict[int, list[Value]] = {}
+        for plan in self._plans(rows, for_loss=False):
+            if (outputs := self.fitter.compute(partial(of_pack, plan), plan, trains=False)) is None:
+                return None
+            outputs_by_row |= outputs
+        return outputs_by_row
+
     @in_kernels
     def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics:
+        """Implement protocols.Policy.forward_backward. Packs that do not fit into memory are divided.
+
+        Loss and gradient are then, bit for bit, as if the packs had been that small from the beginning of the step: a
+        backward pass that ran out of memory may have added a part of its gradient, so all packs are computed again.
+        """
         self.memory.wake()
-        sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=self.device)}
+        self._calls.append((rows, loss))
+        sums = self._sum_packs(rows, loss)
+        while sums is None:
+            self.masters.drop_gradients()
+            for call in self._calls:
+                if (sums := self._sum_packs(*call)) is None:
+                    break
+        return merge_metrics(self._gather_ranks(read_metrics(sums)))
+
+    def _sum_packs(self, rows: Sequence[TrainingSample], loss: Loss) -> dict[str, Tensor] | None:
+        """Add the gradients of this rank's packs to those of the step, and return the sums of their metrics.
+
+        Returns None if a pack did not fit and the next ones are smaller. Part of its gradient may have been added.
+        """
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        sums = {"loss": zero}
+        fitting = self.fitter.kept(rows)
+        for plan in self._plans(fitting, for_loss=True):
+            if (pack_sums := self.fitter.compute(partial(self._backward, plan, loss), plan, trains=True)) is None:
+                return None
+            sums = merge_metrics([sums, pack_sums])
+        return sums if len(fitting) == len(rows) else sums | {"samples_left_out": zero + len(rows) - len(fitting)}
+
+    def _backward(self, plan: PackPlan, loss: Loss) -> dict[str, Tensor]:
+        """Add the gradient of one pack, and return its loss and metrics."""
+        divergence = getattr(loss, "divergence", None)
         request = Request(
             entropy=loss.needs_entropy,
             logits=getattr(loss, "needs_logits", False),
-            divergence=getattr(loss, "divergence", None),
+            divergence=divergence,
+            teacher=None if divergence is None or self.teacher is None else self.teacher.states(plan),
         )
-        for plan in self._plans(rows, for_loss=True):
-            if request.divergence is not None and self.teacher is not None:
-                request = dataclasses.replace(request, teacher=self.teacher.states(plan))
-            outputs = self._forward(plan, request)
-            if plan.rows:
-                value, metrics = loss(plan.token_batch(*outputs[:5]))
-            else:
-                value, metrics = outputs.values_R.sum(), {}
-                if outputs.predicted_R is not None:  # ranks reduce the gradients of the same parameters
-                    value = value + outputs.predicted_R.sum()
-            value.backward()
-            self.masters.accumulate()
-            pack_sums = {name: part.detach().double() for name, part in {**metrics, "loss": value}.items()}
-            sums = merge_metrics([sums, pack_sums])
-        return merge_metrics(self._gather_ranks(read_metrics(sums)))
+        outputs = self._forward(plan, request)
+        if plan.rows:
+            value, metrics = loss(plan.token_batch(*outputs[:5]))
+        else:
+            value, metrics = outputs.values_R.sum(), {}
+            if outputs.predicted_R is not None:  # ranks reduce the gradients of the same parameters
+                value = value + outputs.predicted_R.sum()
+        value.backward()
+        self.masters.accumulate()
+        return {name: part.detach().double() for name, part in {**metrics, "loss": value}.items()}
 
     @in_kernels
     def optim_step(self) -> Metrics:
@@ -223,11 +267,16 @@ class FsdpTrainer(StreamSaver):
             clip(gradients, norm, self.options.optimizer.clip_grad)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
-            self.masters.copy_to_model()
-        self.masters.drop_gradients()
+            if unless_out_of_memory(self._update) is None:
+                raise optimizer_error()
+        self._drop_gradients()
         self.step += 1
         return {"grad_norm": norm, "lr": lr}
+
+    def _update(self) -> bool:
+        self.optimizer.step()
+        self.masters.copy_to_model()
+        return True
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the float32 masters with adapters merged, in checkpoint order."""
@@ -286,6 +335,7 @@ class FsdpTrainer(StreamSaver):
             "seed": self.options.seed,
             "optimizer": dataclasses.asdict(self.options.optimizer),
             "has_moments": self.options.saves_moments,
+            **self.fitter.saved(),
         }
         carried: CarriedWeights | None = None
         weights: Iterator[tuple[str, Tensor]] = self.weights()
@@ -328,7 +378,13 @@ class FsdpTrainer(StreamSaver):
         else:
             self.reset_optimizer()
         self.step = int(state["step"])
+        self.fitter.restore(state)
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         self.masters.drop_gradients()
+        self._calls.clear()
+        self.fitter.left_out.clear()
 
     def _read_moments(self, file: Path, updates: float) -> None:
         """Load the moments. The tensors of a parameter follow each other in the file."""
@@ -409,7 +465,7 @@ class FsdpTrainer(StreamSaver):
     def _plans(self, rows: Sequence[TrainingSample], *, for_loss: bool) -> Iterator[PackPlan]:
         """Plan the packs of this rank, padded for its products."""
         plans = plan_packs(
-            rows, self.planning, rank=self.rank, ranks=self.ranks, vocabulary=self.vocabulary,
+            rows, self.fitter.planning, rank=self.rank, ranks=self.ranks, vocabulary=self.vocabulary,
             routing=None if self.replay is None else self.replay.shape, for_loss=for_loss,
         )  # fmt: skip
         return (plan.padded(self.row_multiple) for plan in plans)

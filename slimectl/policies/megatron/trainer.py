@@ -51,7 +51,8 @@ from slimectl.policies.moments import MOMENTS
 from slimectl.policies.onednn_linear import ROWS, is_faster
 from slimectl.policies.optimizer import lr_at, trainable_names
 from slimectl.policies.options import MegatronOptions, TrainerOptions
-from slimectl.policies.pack_plan import available_columns, check_vocabulary, plan_pack
+from slimectl.policies.out_of_memory import PackFitter, optimizer_error, unless_out_of_memory
+from slimectl.policies.pack_plan import PackPlan, available_columns, check_vocabulary, plan_pack
 from slimectl.policies.routed_experts import RoutingShape
 from slimectl.policies.saving import SaveStreams, StreamSaver, reads_moments
 from slimectl.protocols import Adapter, CheckpointFormat, Weights
@@ -96,6 +97,8 @@ class MegatronTrainer(StreamSaver):
         self.model_dir, self.checkpoint = Path(model_dir), checkpoint
         self.options, self.megatron, self.layout = options, megatron, megatron.layout
         self.step = self.updates = 0
+        self._calls: list[tuple[Sequence[TrainingSample], parallel.Finish]] = []
+        """Calls whose gradients have been added up since the last update."""
         self.memory = HostMemory()
         config = read_config(self.model_dir)
         family = family_of(config)
@@ -107,6 +110,8 @@ class MegatronTrainer(StreamSaver):
         self.base_dir = self.model_dir
         grouped = dist.is_available() and dist.is_initialized()
         self.ranks = dist.get_world_size() if grouped else 1
+        # Several ranks wait for each other within a pack, or divide the rows by the same limit.
+        self.fitter = PackFitter(options, retries=self.ranks == 1, ranks=self.layout.context)
         parallel.check(self.layout, self.architecture, self.ranks)
         self.trained = self._trainable_names() if options.trains else set()
         self.device = model.device()
@@ -210,10 +215,11 @@ class MegatronTrainer(StreamSaver):
         return str(self.step)
 
     @in_kernels
-    def run(self, rows: Sequence[TrainingSample], finish: parallel.Finish, *, forward_only: bool) -> list[Any]:
+    def run(self, rows: Sequence[TrainingSample], finish: parallel.Finish, *, forward_only: bool) -> list[Any] | None:
         """Return outputs of `finish` for this rank's share of the rows, on the last stage (see parallel.run).
 
-        Routing is recorded in a run without gradients and replayed in one with them. The engine's is replayed in both.
+        Returns None if a pack did not fit into memory and the next ones are smaller. Routing is recorded in a run
+        without gradients and replayed in one with them. The engine's is replayed in both.
         """
         self.memory.wake()
         if not rows:
@@ -223,33 +229,38 @@ class MegatronTrainer(StreamSaver):
         records = self.replay is not None and self.replay.records and forward_only
         if self.replay:
             self.replay.check(rows)
-        data = self.layout.data(self.ranks)
         shares_prefixes = self.options.share_prefixes and not self.prefix_obstacle
         packs_by_rank = shares(
             rows,
             self.layout,
-            max_tokens=self.options.max_tokens_per_pack,
-            data=data,
+            max_tokens=self.fitter.planning.max_tokens_per_pack,
+            data=self.layout.data(self.ranks),
             share=shares_prefixes,
-            batching=self.options.batching,
+            batching=self.fitter.planning.batching,
             # A recorded pass routes freely, so a token has one routing even if several rows share it.
             marks=self.replay.marks(rows) if self.replay and shares_prefixes and not records else None,
         )
         if self.replay and records:
             self.replay.begin(rows, packs_by_rank)
+        self.balance.begin(rows, sum(bool(pack) for share in packs_by_rank for pack in share))
         packs = packs_by_rank[parallel_state.get_data_parallel_rank()]
+        plans = [plan_pack(rows, pack, names, vocabulary=self.architecture.vocab_size) for pack in packs]
+        for part in self.chunks:
+            part.train(not forward_only)  # no dropout for log-probabilities and values, even if megatron.args sets it
+        outputs = unless_out_of_memory(partial(self._run_plans, plans, finish, forward_only, records))
+        if self.replay:
+            self.replay.end(recorded=records and outputs is not None)
+        if outputs is None:
+            self.fitter.adapt(plans, trains=not forward_only)
+        return outputs
+
+    def _run_plans(
+        self, plans: Sequence[PackPlan], finish: parallel.Finish, forward_only: bool, records: bool
+    ) -> list[Any]:
         rank = parallel_state.get_context_parallel_rank()
         batches = [
-            laid_out(
-                plan_pack(rows, pack, names, vocabulary=self.architecture.vocab_size),
-                self.layout,
-                rank=rank,
-                device=self.device,
-                multiple=self.row_multiple,
-            )
-            for pack in packs
+            laid_out(plan, self.layout, rank=rank, device=self.device, multiple=self.row_multiple) for plan in plans
         ]
-        self.balance.begin(rows, sum(bool(pack) for share in packs_by_rank for pack in share))
 
         def forward(batch: MicroBatch, chunk: int) -> Tensor:
             self.balance.weigh(batch)
@@ -260,25 +271,34 @@ class MegatronTrainer(StreamSaver):
                 self.replay.record(batch, chunk)
             return hidden
 
-        for part in self.chunks:
-            part.train(not forward_only)  # no dropout for log-probabilities and values, even if megatron.args sets it
-        outputs = parallel.run(self.chunks, batches, finish, forward=forward, forward_only=forward_only)
-        if self.replay:
-            self.replay.end(recorded=records)
-        return outputs
+        return parallel.run(self.chunks, batches, finish, forward=forward, forward_only=forward_only)
 
     def of_rows(self, rows: Sequence[TrainingSample], finish: parallel.Finish) -> list[list[Any]]:
         """Return outputs of `finish` for every row, without gradients, on every rank."""
-        return per_row(self.run(rows, finish, forward_only=True), len(rows))
+        outputs = None
+        while outputs is None:
+            outputs = self.run(rows, finish, forward_only=True)
+        return per_row(outputs, len(rows))
 
     def summed(self, rows: Sequence[TrainingSample], evaluate: Evaluate) -> Metrics:
-        """Accumulate the gradient of the loss over all rows. Returns loss and metrics, summed in float64."""
+        """Accumulate the gradient of the loss over all rows. Returns loss and metrics, summed in float64.
+
+        If a pack does not fit into memory, everything since the last update is computed again with smaller packs.
+        """
 
         def finish(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             value, metrics = evaluate(batch, hidden)
             return value, {name: part.detach().double() for name, part in {**metrics, "loss": value}.items()}
 
-        return totals(self.run(rows, finish, forward_only=False))
+        self._calls.append((rows, finish))
+        outputs = self.run(rows, finish, forward_only=False)
+        while outputs is None:
+            optimizer.drop_gradients(self.chunks, self.optimizer)
+            for call in self._calls:
+                if (outputs := self.run(self.fitter.kept(call[0]), call[1], forward_only=False)) is None:
+                    break
+        missing = len(self.fitter.left_out)
+        return totals(outputs) | ({"samples_left_out": float(missing)} if missing else {})
 
     def before_step(self, rollout_id: int, step_id: int) -> None:
         """Implement protocols.PreStepHook: call the user's function before an update."""
@@ -296,7 +316,12 @@ class MegatronTrainer(StreamSaver):
         """
         self.memory.wake()
         lr = lr_at(self.step, self.options.optimizer)
-        norm, updated = optimizer.step(self.chunks, self.optimizer, lr=lr, clip=self.options.optimizer.clip_grad)
+        clip = self.options.optimizer.clip_grad
+        result = unless_out_of_memory(partial(optimizer.step, self.chunks, self.optimizer, lr=lr, clip=clip))
+        if result is None:
+            raise optimizer_error()
+        norm, updated = result
+        self._forget_calls()
         self.step += 1
         self.updates += updated
         return {"grad_norm": norm, "lr": lr}
@@ -347,6 +372,7 @@ class MegatronTrainer(StreamSaver):
             "seed": self.options.seed,
             "optimizer": asdict(self.options.optimizer),
             "has_moments": self.options.saves_moments,
+            **self.fitter.saved(),
         }
 
     def _streams(self) -> SaveStreams:
@@ -373,6 +399,8 @@ class MegatronTrainer(StreamSaver):
         """Load a checkpoint of either format. A model without optimizer gets only the weights."""
         self.memory.wake()
         saved = read_trainer(path)
+        self.fitter.restore(saved)
+        self._forget_calls()
         if self.adapters is not None:
             self._read_adapter(path / FOLDER, self.adapters.options)
         elif self.updated and is_torch_dist(path):
@@ -389,6 +417,11 @@ class MegatronTrainer(StreamSaver):
             self.reset_optimizer()
         optimizer.resume(self.optimizer, updates=self.updates)
         optimizer.drop_gradients(self.chunks, self.optimizer)
+
+    def _forget_calls(self) -> None:
+        """Begin a step without gradients."""
+        self._calls.clear()
+        self.fitter.left_out.clear()
 
     def reset_optimizer(self) -> None:
         """Implement protocols.ResettableOptimizer: set all moments and the count of updates to zero."""
