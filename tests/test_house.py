@@ -7,9 +7,11 @@ import importlib
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,3 +48,19 @@ def test_the_readme_has_the_two_commands_and_names_real_things():
     for name in ("constraints.txt", "docs/records.md", "benchmarks/RESULTS.md"):
         assert name in text
         assert (ROOT / name).exists()
+
+
+GPU_MACHINE = {"python_version": "3.12", "sys_platform": "linux", "platform_machine": "x86_64"}
+"""The machine that .ci/gpu_constraints.py resolves for."""
+
+
+@pytest.mark.parametrize(("file", "engine"), [("constraints-gpu.txt", "sglang"), ("constraints-gpu-vllm.txt", "vllm")])
+def test_the_versions_for_gpus_are_inside_the_ranges_of_the_extras(file: str, engine: str):
+    pins = dict(line.split("==") for line in (ROOT / file).read_text().splitlines() if not line.startswith("#"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [project["optional-dependencies"][name] for name in ("torch", "gpu", "megatron", "ray", engine)]
+    for requirement in map(Requirement, sum(extras, project["dependencies"])):
+        if requirement.name == "slimectl" or (requirement.marker and not requirement.marker.evaluate(GPU_MACHINE)):
+            continue
+        version = pins[requirement.name.replace("_", "-")]
+        assert requirement.specifier.contains(version), f"{requirement.name} {version}: run .ci/gpu_constraints.py"
