@@ -129,6 +129,75 @@ def _has_report(sample: Sample) -> bool:
     return isinstance(report, dict) and {"exit_code", "turn_count"} <= report.keys()
 
 
+NGRAM, NGRAM_WINDOW = 4, 256
+"""Length of the n-grams that are counted as repeated, and the last tokens of a response that are searched."""
+
+
+def response_metrics(samples: Sequence[Sample], rewards: Sequence[float]) -> Metrics:
+    """Return how alike the responses of a round are: to each other, in themselves, and how rewards follow lengths.
+
+    `rewards` has an entry per sample. Without it, or without groups of two, the metrics of groups are omitted.
+    """
+    groups: dict[int, list[int]] = {}
+    for i, sample in enumerate(samples):
+        groups.setdefault(sample.group_index, []).append(i)
+    members = [group for group in groups.values() if len(group) > 1]
+    metrics: Metrics = {"rollout/ngram_repetition": repeated_ngrams([_response_end(sample) for sample in samples])}
+    if members:
+        repeats = sum(_duplicates([samples[i].response for i in group]) for group in members)
+        metrics["rollout/duplicate_ratio"] = repeats / sum(map(len, members))
+        if len(rewards) == len(samples):
+            pairs = [[(float(samples[i].response_length), rewards[i]) for i in group] for group in members]
+            metrics["rollout/length_reward_correlation"] = correlation_within(pairs)
+    return metrics
+
+
+def _response_end(sample: Sample) -> Sequence[int]:
+    return sample.tokens[max(sample.prompt_length, len(sample.tokens) - NGRAM_WINDOW) :]
+
+
+def _duplicates(responses: Sequence[str]) -> int:
+    """Return how many responses of a group equal another one.
+
+    >>> _duplicates(["a", "b", "a"])
+    2
+    """
+    return sum(count for count in Counter(responses).values() if count > 1)
+
+
+def repeated_ngrams(sequences: Sequence[Sequence[int]], n: int = NGRAM) -> float:
+    """Return the share of the n-grams of all sequences that occurred before in their sequence.
+
+    >>> repeated_ngrams([[1, 2, 1, 2, 1, 2]], n=2)  # 12 21 12 21 12, of which three occurred before
+    0.6
+    """
+    total = distinct = 0
+    for tokens in sequences:
+        if len(tokens) < n:
+            continue
+        ngrams = list(zip(*(tokens[start:] for start in range(n)), strict=False))
+        total, distinct = total + len(ngrams), distinct + len(set(ngrams))
+    return 1 - distinct / total if total else 0.0
+
+
+def correlation_within(groups: Sequence[Sequence[tuple[float, float]]]) -> float:
+    """Return the correlation of the pairs' two values, each minus its mean in the group. Without variation it is 0.
+
+    >>> correlation_within([[(1.0, 5.0), (2.0, 6.0)], [(7.0, 0.0), (9.0, 2.0)]])
+    1.0
+    """
+    x_squares = y_squares = products = 0.0
+    for pairs in groups:
+        xs, ys = zip(*pairs, strict=True)
+        x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
+        centred = [(x - x_mean, y - y_mean) for x, y in pairs]
+        x_squares += sum(x * x for x, _ in centred)
+        y_squares += sum(y * y for _, y in centred)
+        products += sum(x * y for x, y in centred)
+    spread = math.sqrt(x_squares * y_squares)
+    return products / spread if spread else 0.0
+
+
 def count_failures(prefix: str, samples: Sequence[Sample]) -> Metrics:
     """Count failed attempts by exception. Returns no metrics if none failed."""
     failures = Counter(_category(sample) for sample in samples if sample.status is Status.FAILED)

@@ -144,7 +144,7 @@ def straggler(run: History) -> Observation | None:
 
 
 def memory(run: History) -> Observation | None:
-    for name, device in (("perf/gpu_memory_ratio", "a training GPU"), ("perf/cpu_memory_ratio", "the machine")):
+    for name, device in (("perf/gpu_memory_used_ratio", "a training GPU"), ("perf/memory_used_ratio", "the machine")):
         if (used := run.last(name)) >= limits.MEMORY:
             return Observation(f"The memory of {device} is nearly full: {used:.0%}", (name, "perf/cpu_memory_gb"))
     return None

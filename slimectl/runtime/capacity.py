@@ -24,6 +24,7 @@ from slimectl.settings import Settings
 from slimectl.settings.needs import Need
 from slimectl.settings.run import RunSettings
 from slimectl.system import shared_memory
+from slimectl.types import Metrics
 
 ENGINE_SHARE = 0.85
 """Share of a GPU's memory that a server uses unless its arguments set it."""
@@ -243,6 +244,23 @@ def _engine_bytes(settings: Settings, model: PlannedModel, run: Run) -> float:
     requests = min(settings.engine.max_running_requests, settings.rollouts_per_round)
     prefixes = min(settings.engine.prefix_cache_gib * 2**30, cache * settings.rollouts_per_round * run.seq_len)
     return width * count(model.parts) + cache * requests * run.seq_len + prefixes
+
+
+def machine_perf(folder: Path) -> Metrics:
+    """Return the use of the memory of this machine, and of the disk of a folder."""
+    disk = shutil.disk_usage(folder)
+    metrics = {"perf/disk_free_gb": disk.free / 2**30, "perf/disk_used_ratio": 1 - disk.free / disk.total}
+    with suppress(OSError, ValueError, KeyError):  # Linux only
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        available, total = (int(lines[name].split()[0]) for name in ("MemAvailable", "MemTotal"))
+        metrics["perf/memory_used_ratio"] = 1 - available / total
+        with suppress(OSError, ValueError):  # a control group without a limit has the word max
+            group = Path("/sys/fs/cgroup")
+            limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+            cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
+            share = (used - int(cached)) / limit
+            metrics["perf/memory_used_ratio"] = max(metrics["perf/memory_used_ratio"], share)
+    return metrics
 
 
 def available_memory(device: str) -> float | None:

@@ -20,6 +20,7 @@ from slimectl.errors import CheckpointError, SettingsError
 from slimectl.protocols import Critic, Policy, Tracker
 from slimectl.runtime import builders
 from slimectl.runtime.background_save import BackgroundSave, start_models
+from slimectl.runtime.capacity import machine_perf
 from slimectl.settings import Settings
 from slimectl.stages.best import Evaluations
 from slimectl.stages.hooks import NO_HOOKS, Hooks
@@ -78,6 +79,8 @@ class RunRecorder:
         self._round = report.samples or self._round
         self._train_data = [*([] if report.samples else self._train_data), *report.train_data]
         report.timings |= round_perf(self._round, report.timings, gpus=self.settings.rollout_gpus)
+        if report.last_step_of_round:
+            report.timings |= machine_perf(self.folder.path)
         again = self.append("metrics.jsonl", report.to_json())
         self.append("perf.jsonl", {"step": report.step, "metrics": report.timings})
         if (point := progress(report.metrics)) is not None:

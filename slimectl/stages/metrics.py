@@ -8,7 +8,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from slimectl.algorithms.metrics import mean_and_spread, pass_at_k, pass_k_values, rollout_metrics, standard_deviation
+from slimectl.algorithms.metrics import (
+    mean_and_spread,
+    pass_at_k,
+    pass_k_values,
+    response_metrics,
+    rollout_metrics,
+    standard_deviation,
+)
 from slimectl.data.turn_rewards import numbered_turns
 from slimectl.rewards import ComponentValues
 from slimectl.settings import Settings
@@ -83,9 +90,12 @@ def round_metrics(
         "rollout/repetition_frac": statistics.fmean(repeats(sample.response) for sample in samples),
     }
     metrics |= _statistics("rollout/prompt_len", [sample.prompt_length for sample in samples])
+    metrics |= _grading_failures(samples)
     details = track.log_multi_turn or track.log_reward_category or track.log_correct_samples
     rewarded = [sample for sample in samples if not sample.has_no_reward]
-    if not rewards or len(rewards) != len(rewarded):
+    has_rewards = bool(rewards) and len(rewards) == len(rewarded)
+    metrics |= response_metrics(rewarded, rewards) if has_rewards else response_metrics(samples, [])
+    if not has_rewards:
         return metrics | optional_metrics("rollout/", samples, None, [], track) if details else metrics
     metrics["rollout/avg_reward"] = statistics.fmean(rewards)
     metrics |= mean_and_spread("rollout/rewards", normalized_rewards) if normalized_rewards else {}
@@ -93,6 +103,15 @@ def round_metrics(
     if track.log_passrate:
         metrics |= pass_rates("passrate/", [sample.group_index for sample in rewarded], right)
     return metrics | optional_metrics("rollout/", samples, rewards, right, track) if details else metrics
+
+
+def _grading_failures(samples: Sequence[Sample]) -> Metrics:
+    """Return the shares of samples whose grading timed out, and that have no reward. A share of 0 is omitted."""
+    shares = {
+        "rollout/reward_timeouts": statistics.fmean("reward_error" in sample.metadata for sample in samples),
+        "rollout/no_reward": statistics.fmean(sample.has_no_reward for sample in samples),
+    }
+    return {name: share for name, share in shares.items() if share}
 
 
 def component_metrics(prefix: str, samples: Sequence[Sample], reward_key: str | None) -> Metrics:

@@ -9,6 +9,7 @@ from slimectl.algorithms.metrics import (
     environment_metrics,
     mean_and_spread,
     quantiles,
+    response_metrics,
     rollout_metrics,
     standard_deviation,
     zero_std_groups,
@@ -117,3 +118,27 @@ def test_deviation_and_percentiles_are_those_of_numpy():
     for percentile in (10, 25, 50, 75, 90):
         assert found[f"a/p{percentile}"] == pytest.approx(np.percentile(values, percentile))
     assert quantiles("a", [4.0]) == {f"a/p{percentile}": 4.0 for percentile in (10, 25, 50, 75, 90)}
+
+
+def test_responses_are_compared_within_groups():
+    def sample(group: int, text: str, tokens: list[int]) -> Sample:
+        return Sample(group_index=group, tokens=[0, *tokens], response_length=len(tokens), response=text)
+
+    samples = [
+        sample(0, "a", [1, 2, 1, 2, 1, 2, 1]),  # 1212 2121 1212 2121: two of four occurred before
+        sample(0, "a", [1, 2, 3, 4, 5]),
+        sample(1, "a", [1, 2, 3]),  # alone in its group, and too short for a 4-gram
+    ]
+    assert response_metrics(samples, [1.0, 0.0, 5.0]) == {
+        "rollout/ngram_repetition": pytest.approx(2 / 6),
+        "rollout/duplicate_ratio": 1.0,
+        "rollout/length_reward_correlation": 1.0,
+    }
+    # Groups with lengths 1, 3 and 2, 2, 5. Centred: -1, 1, -1, -1, 2 and rewards -1/2, 1/2, 1/3, 1/3, -2/3.
+    # Products: 1/2 + 1/2 - 1/3 - 1/3 - 4/3 = -1. Squares: 8, and 1/2 + 2/3 = 7/6.
+    lengths, rewards = [1, 3, 2, 2, 5], [0.0, 1.0, 1.0, 1.0, 0.0]
+    varied = [sample(i > 1, str(i), [1] * length) for i, length in enumerate(lengths)]
+    correlation = response_metrics(varied, rewards)["rollout/length_reward_correlation"]
+    assert correlation == pytest.approx(-1 / (8 * 7 / 6) ** 0.5)
+    assert response_metrics(varied, [1.0] * 5)["rollout/length_reward_correlation"] == 0.0
+    assert response_metrics(samples[2:], [1.0]) == {"rollout/ngram_repetition": 0.0}

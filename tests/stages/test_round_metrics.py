@@ -59,8 +59,12 @@ def test_what_every_round_tells():
     settings = resolve([]).settings
     samples = [sample(0, 1.0), sample(1, 0.0, length=4)]
     samples[1].status = Status.TRUNCATED
+    samples[0].response, samples[1].response = "a", "b"
     found = round_metrics(samples, [1.0, 0.0], [0.5, -0.5], settings)
     assert found == {
+        "rollout/ngram_repetition": 0.0,
+        "rollout/duplicate_ratio": 0.0,
+        "rollout/length_reward_correlation": -1.0,  # the shorter of two got more
         "rollout/avg_response_length": 3.0,
         "rollout/truncated_ratio": 0.5,
         "rollout/repetition_frac": 0.0,
