@@ -304,14 +304,11 @@ def _perf() -> list[Metric]:
         "perf/mfu": ("", "perf/actor_train_tflops / peak of the device (data sheet or track.measure_peak)"),
         "perf/gpu_memory_allocated_gb": ("GiB", "Largest allocation of a training rank on its GPU in the round"),
         "perf/gpu_memory_reserved_gb": ("GiB", "Largest reservation of torch's allocator there"),
-<<<<<<< Updated upstream
         "perf/gpu_memory_used_ratio": ("", "perf/gpu_memory_reserved_gb as a share of the GPU's memory"),
         "perf/pack_splits": ("packs", "Packs of the round that did not fit into memory. Absent if all did"),
-=======
         "perf/memory_used_ratio": ("", "Share of the memory of the machine, or of its control group, that is in use"),
         "perf/disk_free_gb": ("GiB", "Free space on the disk of the run at the end of the round"),
         "perf/disk_used_ratio": ("", "Share of that disk that is in use"),
->>>>>>> Stashed changes
         "perf/cpu_memory_gb": ("GiB", "Resident memory of the largest training process at the end of the round"),
     }
     return [Metric(name, unit, "rollout/step", text) for name, (unit, text) in definitions.items()]
