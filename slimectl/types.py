@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -198,6 +198,17 @@ VERSION_SPANS = "weight_version_spans"
 """Key of a sample's metadata: the spans of the versions, where several wrote it."""
 
 
+class EngineTimes(NamedTuple):
+    """When an engine worked on a request, by `time.perf_counter` of this process."""
+
+    admitted: float
+    """Start of the work: the end of the time in queues, as far as the engine reports it."""
+
+    first_token: float
+    engine: int = 0
+    """Number of the engine among those of the run."""
+
+
 @dataclass(slots=True)
 class Completion:
     """An engine's completion: R new tokens and the log-probability of each.
@@ -225,6 +236,9 @@ class Completion:
 
     loss_mask: list[int] | None = None
     """1 where the policy chose the token, 0 where the grammar allowed no other. None without a grammar."""
+
+    times: EngineTimes | None = None
+    """When the engine worked on it, if the engine reports that."""
 
     @property
     def finish(self) -> str:
@@ -724,6 +738,9 @@ class RolloutBatch:
 
     timings: Metrics = field(default_factory=dict)
     """Times of generation and of waiting for it, as perf.jsonl names them."""
+
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of the timeline from another process that sampled the round."""
 
 
 @dataclass(slots=True)

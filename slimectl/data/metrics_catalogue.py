@@ -310,6 +310,19 @@ def _perf() -> list[Metric]:
         "perf/disk_free_gb": ("GiB", "Free space on the disk of the run at the end of the round"),
         "perf/disk_used_ratio": ("", "Share of that disk that is in use"),
         "perf/cpu_memory_gb": ("GiB", "Resident memory of the largest training process at the end of the round"),
+        "perf/request/count": ("requests", "Requests to engines that ended in the round (track.timeline)"),
+        "perf/request/queue_time/{mean,p50,p95,max}": ("s", "Time of a request until an engine began to work on it"),
+        "perf/request/prefill_time/{mean,p50,p95,max}": ("s", "Then until its first token"),
+        "perf/request/decode_time/{mean,p50,p95,max}": ("s", "Then until its last token"),
+        "perf/request/e2e_time/{mean,p50,p95,max}": ("s", "The whole time of a request"),
+        "perf/request/tokens_per_sec/{mean,p50,p95,max}": (
+            "tokens/s",
+            "Tokens of the response per second of that time",
+        ),
+        "perf/slowest_engine": ("", "Number of the engine with the longest decode time per token"),
+        "perf/slowest_engine_ratio": ("", "Its decode time per token / that of the median engine"),
+        "perf/slowest_rank": ("", "Number of the training rank with the most time of its own in the policy's passes"),
+        "perf/slowest_rank_ratio": ("", "Its time / that of the median rank, without waiting for other ranks"),
     }
     return [Metric(name, unit, "rollout/step", text) for name, (unit, text) in definitions.items()]
 

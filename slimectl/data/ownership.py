@@ -24,7 +24,7 @@ LOCK = ".slimectl.lock"
 STAGED = ".slimectl-staged"
 """Marks an incomplete folder, or a folder of one weight push, whose content may be removed."""
 
-GROWING = ("metrics.jsonl", "perf.jsonl", "tracked.jsonl")
+GROWING = ("metrics.jsonl", "perf.jsonl", "timeline.jsonl", "tracked.jsonl")
 """Files that a run appends to, and that a resume truncates."""
 
 EVENTS = re.compile(r"tensorboard/events\.out\.tfevents\.[^/]+")

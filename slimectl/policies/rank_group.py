@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimectl.errors import SettingsError
 from slimectl.protocols import Adapter, Executor, NamedTensors, Policy, RankPipe, Sleeper
+from slimectl.system.timeline import timeline
 from slimectl.types import Loss, Metrics, TopTokens, TrainingSample
 
 if TYPE_CHECKING:
@@ -201,6 +203,7 @@ def _rank_main(build: Callable[[], Policy], pipe: RankPipe) -> None:
 
     policy = build()
     rank = dist.get_rank()
+    timeline.start()
     pipe.done((None, policy.weight_version))
     while True:
         request = pipe.recv_bytes()
@@ -212,9 +215,24 @@ def _rank_main(build: Callable[[], Policy], pipe: RankPipe) -> None:
 
 
 def _dispatch(policy: Policy, request: bytes, pipe: RankPipe, rank: int) -> Any:
+    """Return the result of a request. The timeline gets its time, and on a CPU the time of this process's own work."""
     import torch
 
     method, *arguments = pickle.loads(request)
+    if method == "on_ranks":
+        return _gather(arguments[0], arguments[1:])
+    started, cpu_s = time.perf_counter(), time.process_time()
+    try:
+        return _result(policy, method, arguments, pipe, rank)
+    finally:
+        # A process that waits for a GPU may spin, so its CPU time says nothing.
+        busy = {} if torch.cuda.is_available() else {"busy": round(time.process_time() - cpu_s, 6)}
+        timeline.record(f"rank/{rank}", method, started, **busy)
+
+
+def _result(policy: Policy, method: str, arguments: Sequence[Any], pipe: RankPipe, rank: int) -> Any:
+    import torch
+
     if method == "consume_weights":
         weights = policy.weights()
         return _consume(weights, partial(arguments[0], weights), rank)
@@ -223,8 +241,6 @@ def _dispatch(policy: Policy, request: bytes, pipe: RankPipe, rank: int) -> Any:
         return _consume(adapter.tensors, partial(arguments[0], adapter), rank)
     if method == "sleep":
         return policy.sleep(keep_weights=arguments[0]) if isinstance(policy, Sleeper) else None
-    if method == "on_ranks":
-        return _gather(arguments[0], arguments[1:])
     if method != "weights":
         return getattr(policy, method)(*arguments)
     for name, tensor in policy.weights():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.runtime.run_parts import RunParts
 from slimectl.stages.round_timer import EVALUATING
+from slimectl.system.timeline import timeline
 from slimectl.types import Metrics, Sample
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Evaluator:
             dataset_metrics, samples_by_dataset = self._sample(self.parts.service, self.parts.sync, version)
             metrics |= dataset_metrics
         seconds = time.perf_counter() - started
+        timeline.record("trainer", "eval", started, round=self.parts.state.rollout_id)
         with self.parts.grace.shielded():
             self.parts.recorder.record_evaluation(self.parts.state, version, metrics, seconds, samples_by_dataset)
             self._newest = self.parts.state.place
@@ -69,12 +71,14 @@ class Evaluator:
         metrics: Metrics = {}
         samples_by_dataset: dict[str, list[Sample]] = {}
         for name in (name for name in self.parts.settings.eval.data if name not in self.parts.rounds.held_out):
-            with self.parts.progress.phase(f"{EVALUATING} {name}"):
-                samples, dataset_metrics = service.sampler.evaluation(name, self.parts.state.rollout_id)
+            number = self.parts.state.rollout_id
+            with self.parts.progress.phase(f"{EVALUATING} {name}"), timeline.block("evaluation", name, round=number):
+                samples, dataset_metrics = service.sampler.evaluation(name, number)
+            timeline.add(service.sampler.take_spans())
             metrics |= dataset_metrics
             samples_by_dataset[name] = samples
             if self.parts.settings.eval.keep_samples:
-                out = self.parts.recorder.folder.path / "eval" / f"{name}-{self.parts.state.rollout_id:06d}.jsonl"
+                out = self.parts.recorder.folder.path / "eval" / f"{name}-{number:06d}.jsonl"
                 self.parts.recorder.keep_samples(out, samples)
         if self.parts.engines_sleep:
             sync.sleep()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,16 @@ from slimectl.settings import Settings
 from slimectl.stages.best import Evaluations
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.metrics import round_perf
+from slimectl.stages.request_times import slowest
 from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.signal import SignalCount
 from slimectl.stages.train import TrainState
 from slimectl.system.model_files import TRAINER_STATE
+from slimectl.system.timeline import Span, take_spans, timeline
 from slimectl.types import Metrics, Sample, SamplerState, StepReport, TrainingSample
+
+PASSES = ("forward_backward", "log_probs", "top_log_probs", "values")
+"""Calls of a policy in which all ranks compute, by which the slowest rank is found."""
 
 
 class RunRecorder:
@@ -73,6 +79,23 @@ class RunRecorder:
         with storage_errors(path), path.open("a", encoding="utf-8") as file:
             file.write(text)
         return text in self._cut_lines
+
+    def record_spans(self, number: int, policy: object = None) -> Metrics:
+        """Append the new spans of the run's processes to the timeline. Spans without a round get this number.
+
+        A policy on several ranks has spans of each. Return how much more its slowest rank computes than the others.
+        """
+        on_ranks = getattr(policy, "on_ranks", None) if timeline.enabled else None
+        by_rank: list[list[Span]] = [] if on_ranks is None else on_ranks(take_spans)
+        spans = [*timeline.take(), *chain.from_iterable(by_rank)]
+        if spans:
+            path = self.folder.path / "timeline.jsonl"
+            with storage_errors(path), path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"round": number} | span) + "\n" for span in spans)
+        busy = {
+            rank: sum(s.get("busy", 0.0) for s in spans if s["name"] in PASSES) for rank, spans in enumerate(by_rank)
+        }
+        return slowest("rank", busy)
 
     def record(self, report: StepReport) -> None:
         """Record one optimizer step, or a round without one."""
@@ -164,6 +187,7 @@ class RunRecorder:
         models: dict[str, Any] = {"policy": policy} | ({} if self.critic is None else {"critic": self.critic})
         number, is_best = state.rollout_id, self.is_best(state.rollout_id)
 
+        @timeline.block("checkpoints", "save", round=number)
         def write(copied: Callable[[], None] | None = None) -> None:
             def fill(staged: Path) -> None:
                 folders = [staged / name for name in models]
@@ -195,7 +219,9 @@ class RunRecorder:
                 self._background_save = BackgroundSave(number, write)
             else:
                 write()
-        timings = {name: value for name, value in timer.take().items() if name.startswith(("perf/save", "memory/"))}
+        timings = {
+            name: value for name, value in timer.take(number).items() if name.startswith(("perf/save", "memory/"))
+        }
         self.append("perf.jsonl", {"step": state.step, "metrics": timings})
         self._track(timings, state.step)
 

@@ -104,6 +104,8 @@ class ReportLoop:
         number = report.rollout_id
         with self.parts.grace.shielded():
             self.recorder.check_save()
+            if report.last_step_of_round:
+                report.timings |= self.recorder.record_spans(number, self.parts.models.policy)
             self.recorder.record(report)
             self._log_prob_check.check(report)
             for name in report.metrics.keys() & WARNING_SIGNS:

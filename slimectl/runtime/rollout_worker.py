@@ -18,6 +18,7 @@ from slimectl.stages.prompt_groups import PromptSource, UserDataSource, source_l
 from slimectl.stages.rounds import sampled_rounds
 from slimectl.stages.whole_rounds import GroupSource
 from slimectl.system.event_loop import run_coroutine
+from slimectl.system.timeline import Span, timeline
 from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ class RolloutWorker:
     def __init__(
         self, settings: Settings, model: Path, *, addresses: Sequence[str] = (), workers: Sequence[str] = ()
     ) -> None:
+        self._sends_spans = not timeline.enabled and settings.track.timeline
+        """Whether the timeline of this process is not the run's."""
+        if self._sends_spans:
+            timeline.start()
         self.tokenizer = builders.tokenizer(model)
         if addresses:
             self.engine: Any = builders.client(settings, model, self.tokenizer, addresses, workers)
@@ -76,7 +81,12 @@ class RolloutWorker:
         """Yield the rounds, each without cached prefixes of the previous one."""
         for batch in rounds:
             self._forget_prefixes()
+            batch.spans = self.take_spans()
             yield batch
+
+    def take_spans(self) -> list[Span]:
+        """Return the new spans of this process, if the run cannot take them itself."""
+        return timeline.take() if self._sends_spans else []
 
     def _forget_prefixes(self) -> None:
         """Empty the prefix cache of an engine in this process, so that a resumed run equals an uninterrupted one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -33,6 +34,7 @@ from slimectl.stages.run import run as run_stage
 from slimectl.stages.train import TrainState
 from slimectl.system.shared_memory import remove_orphans
 from slimectl.system.stdio import log_to_file, logger, quantity
+from slimectl.system.timeline import timeline
 
 
 class TrainingRun:
@@ -212,10 +214,15 @@ class TrainingRun:
             return True
         self._start_trackers(ending)
         self._expect_rounds()
+        timeline.start(enabled=settings.track.timeline)
+        ending.callback(self._end_timeline)
+        started = time.perf_counter()
         with self.progress.phase("loading"):
             run = RunContext(self.rounds, self.recorder, self.state, self.interrupted, self.grace, self.progress)
             parts = build_parts(run, ending, self.executor)
             ending.callback(self.recorder.abandon_save)
+        timeline.take()  # a warm-up has no rounds
+        timeline.record("trainer", "load", started, round=self.state.rollout_id + 1)
         evaluator = Evaluator(parts)
         evaluator.before_rounds()
         self._expect_rounds()
@@ -235,6 +242,12 @@ class TrainingRun:
         finished = yield from loop.consume(reports)
         self.grace.finish()
         return finished
+
+    def _end_timeline(self) -> None:
+        """Record what happened since the last round, unless the run ended before its first one."""
+        if self.state.rollout_id:
+            self.recorder.record_spans(self.state.rollout_id)
+        timeline.start(enabled=False)
 
     @property
     def _is_evaluated(self) -> bool:

@@ -210,6 +210,13 @@ class TrackSettings(Section):
     random_suffix: bool = True
     """Append six random characters to the tracker's run name, so that reused names stay distinct."""
 
+    timeline: bool = True
+    """Write timeline.jsonl: what every part of the run did at what time, for `slimectl view`."""
+
+    timeline_requests: Annotated[int, Field(ge=0)] = 128
+    """Maximum requests to engines in the timeline per round and per evaluation. They are those of evenly spaced
+    samples, with the slowest one. Metrics count all requests."""
+
     always_use_train_step: bool = False
     """Use the train step as the x-axis of every metric."""
 

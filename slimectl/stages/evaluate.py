@@ -23,6 +23,7 @@ from slimectl.stages.generation import GroupGenerator, sampling_params, single_t
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.metrics import component_metrics, optional_metrics, pass_rates
 from slimectl.stages.prompt_groups import PromptSource
+from slimectl.stages.request_times import take_requests
 from slimectl.stages.rollout import rollout
 from slimectl.stages.score import Grader, report_grading, reward_number, score
 from slimectl.stages.whole_rounds import whole_round_samples
@@ -102,7 +103,8 @@ class HeldOutDataset:
             source.read_all()
             samples = whole_round_samples(source, sample_rounds(generator), max_rounds=1, first=rollout_id)
         graded = score(samples, self.reward, self.settings.score, executor=executor)
-        return self.summarized(graded, metrics, too_long)
+        yield from self.summarized(graded, metrics, too_long)
+        take_requests(generator.requests, self.settings.track.timeline_requests, dataset=self.name, round=rollout_id)
 
     def _generator(self, generator: GroupGenerator, too_long: list[Prompt]) -> GroupGenerator:
         rollout_settings, settings = self.settings.rollout, self.settings.eval

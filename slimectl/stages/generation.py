@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
@@ -25,9 +26,11 @@ from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.failed_attempts import warn_of_failure
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.long_prompts import drop_long, prompt_excess
+from slimectl.stages.request_times import EngineRequest
 from slimectl.stages.text_responses import fill_tokens
 from slimectl.stages.tool_timeout import BlockedLoopWatchdog, ToolTimeout
 from slimectl.system.redaction import redact_text
+from slimectl.system.timeline import timeline
 from slimectl.types import (
     FINISHED,
     VERSION_SPANS,
@@ -113,6 +116,8 @@ class GroupGenerator:
     rollout_id: int | None = dataclasses.field(default=None, init=False)
     failures: int = dataclasses.field(default=0, init=False)
     """Number of attempts that have failed."""
+    requests: list[EngineRequest] = dataclasses.field(default_factory=list, init=False)
+    """Finished requests of the timeline, until they are taken."""
     _rendered: tuple[Prompt, list[int]] | None = dataclasses.field(default=None, init=False)
     """The last rendered prompt and its tokens."""
 
@@ -352,7 +357,12 @@ class _GenerationSession:
         if on_tokens is not None and self._attempts.engine_reports_tokens:
             options["on_tokens"] = on_tokens
         params = self._with_seed(params or self.params)
+        started = time.perf_counter()
         completion = await self._attempts.engine.generate(tokens, params=params, **options)
+        if timeline.enabled:
+            number, ended = self._attempts.rollout_id, time.perf_counter()
+            place = number, self._sample.group_index, self._sample.index, len(tokens), len(completion.tokens)
+            self._attempts.requests.append(EngineRequest(*place, started, ended, completion.times))
         self._answers += 1
         self._versions.extend(completion.weight_versions)
         self._requests.append((list(tokens), completion))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from slimectl.data.metrics_catalogue import PHASES
 from slimectl.planner.devices import DeviceMemory, ProcessMemory, process_memory
 from slimectl.protocols import NO_PROGRESS, Progress
+from slimectl.system.timeline import timeline
 from slimectl.types import Metrics, TrainingSample
 
 if TYPE_CHECKING:
@@ -19,12 +20,19 @@ if TYPE_CHECKING:
     from slimectl.planner.flops import ImageFlops, ModelFlops, SequenceFlops
 
 Item = TypeVar("Item")
+Segment = tuple[str, float, float]
+"""Metric, start and end of a part of a round."""
 Clock = Callable[[], float]
 Packer = Callable[[Sequence[TrainingSample]], "list[list[Pack]]"]
 """Returns the packs of every rank."""
 GIB = 1024**3
 KINDS = ("allocated", "reserved", "max_allocated", "max_reserved")
 END = object()
+LANES = {"perf/generate_time": "generation", "perf/reward_time": "grading"}
+"""Lanes of the timeline for the times of the sampling side. The others belong to the lane "trainer"."""
+SHORTEST_GAP_S = 0.001
+MOST_GAPS = 200
+"""A gap between two spans of one name is shown if it is at least as long as SHORTEST_GAP_S and a round / MOST_GAPS."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,7 @@ class RoundTimer:
         """Packs that had been split in the processes of the policy when they were last asked."""
         self._open: list[str] = []
         self._mark = 0.0
+        self._segments: list[Segment] = []
 
     @contextmanager
     def time(self, name: str, *, of: Any = None) -> Iterator[None]:
@@ -103,6 +112,8 @@ class RoundTimer:
         now = self.clock()
         if self._open:
             self._seconds[self._open[-1]] += now - self._mark
+            if timeline.enabled:
+                self._segments.append((self._open[-1], self._mark, now))
         self._mark = now
 
     @contextmanager
@@ -149,8 +160,12 @@ class RoundTimer:
         if self._split_count > before:
             self._peaks["perf/pack_splits"] = float(self._split_count - before)
 
-    def take(self) -> Metrics:
-        """Return the metrics of the round, and start the next one."""
+    def take(self, rollout_id: int | None = None) -> Metrics:
+        """Return the metrics of a round, and start the next one. The timeline gets its times as spans."""
+        place = {} if rollout_id is None else {"round": rollout_id}
+        for lane, name, start, end, fields in spans_of(self._segments):
+            timeline.record(lane, name, start, end, **place, **fields)
+        self._segments.clear()
         metrics = {**self._seconds, **self._memory, **self._peaks, **self._rates()}
         if self.pack is not None and self._tokens["all"]:
             metrics["perf/shared_tokens_ratio"] = self._tokens["shared"] / self._tokens["all"]
@@ -195,6 +210,29 @@ class RoundTimer:
             for key, value in _device_metrics(device, phase, moment):
                 metrics[key] = max(metrics.get(key, 0.0), value)
         self._memory |= {key: value for key, value in metrics.items() if moment == "end" or key not in self._memory}
+
+
+def spans_of(segments: Sequence[Segment]) -> Iterator[tuple[str, str, float, float, dict[str, float]]]:
+    """Yield (lane, name, start, end, fields) of a round's segments, joined over gaps that are too short to be shown.
+
+    The field `busy` has the seconds of a joined span without its gaps, so that their sum is the metric.
+    """
+    lanes: dict[str, list[Segment]] = {}
+    for segment in segments:
+        if segment[2] > segment[1]:
+            lanes.setdefault(LANES.get(segment[0], "trainer"), []).append(segment)
+    whole_s = max(end for _, _, end in segments) - min(start for _, start, _ in segments) if segments else 0.0
+    for lane, parts in lanes.items():
+        joined: list[tuple[str, float, float, float]] = []
+        for metric, start, end in parts:
+            if joined and joined[-1][0] == metric and start - joined[-1][2] < max(SHORTEST_GAP_S, whole_s / MOST_GAPS):
+                _, first, _, busy = joined.pop()
+                joined.append((metric, first, end, busy + end - start))
+            else:
+                joined.append((metric, start, end, end - start))
+        for metric, start, end, busy in joined:
+            name = metric.removeprefix("perf/").removesuffix("_time")
+            yield lane, name, start, end, {} if end - start - busy < 1e-6 else {"busy": round(busy, 6)}
 
 
 def _device_metrics(device: DeviceMemory, phase: str, moment: str) -> Iterator[tuple[str, float]]:

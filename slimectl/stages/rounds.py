@@ -16,6 +16,7 @@ from slimectl.settings import Settings
 from slimectl.stages.failed_attempts import FailureCount
 from slimectl.stages.generation import UNFINISHED
 from slimectl.stages.in_flight import Group, InFlightGroups
+from slimectl.stages.request_times import take_requests
 from slimectl.stages.rollout import most_in_flight
 from slimectl.stages.round_timer import Clock, RoundTimer
 from slimectl.stages.score import report_grading, reward_number, score
@@ -67,7 +68,10 @@ def sampled_rounds(
             if not samples:
                 return
             seconds = clock() - started
-            yield RolloutBatch(samples, seconds, rounds.metrics, state.snapshot(), timings=timer.take())
+            timings = timer.take(state.rounds) | take_requests(
+                source.generator.requests, settings.track.timeline_requests
+            )
+            yield RolloutBatch(samples, seconds, rounds.metrics, state.snapshot(), timings=timings)
     finally:
         rounds.in_flight.close()
 

@@ -15,6 +15,7 @@ from slimectl.stages.advantages import Models
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.train import TrainState, train_batches
+from slimectl.system.timeline import timeline
 from slimectl.types import Metrics, RolloutBatch, StepReport
 
 
@@ -53,7 +54,7 @@ def run(
         if report.last_step_of_round:
             if sync is not None:
                 report.timings |= _update_engines(sync, models.policy, sleepers, report.rollout_id, settings, timer)
-            report.timings |= timer.take()
+            report.timings |= timer.take(report.rollout_id)
         total_s += timer.clock() - started
         if report.last_step_of_round:
             report.timings |= _total_timings(total_s, report.timings.get("perf/wait_time", 0.0))
@@ -83,6 +84,7 @@ def _take_batches(
             batch = next(batches, None)
         if batch is None:
             return
+        timeline.add(batch.spans)
         if sync is not None:
             if colocate:
                 with timer.time("perf/engine_offload_time"):

@@ -113,7 +113,7 @@ def train_batches(
             report.metrics.pop("rollout/entropy", None)  # the policy has changed since the round was sampled
             report.last_step_of_round = epoch == settings.epochs_per_round
             if report.last_step_of_round:
-                report.timings |= _round_timings(models)
+                report.timings |= _round_timings(models, state.rollout_id)
             yield report
 
 
@@ -151,14 +151,14 @@ def _train_batch(
         report.sampling = batch.state
         report.last_step_of_round = i == len(steps) - 1
         if report.last_step_of_round:
-            report.timings |= _round_timings(models)
+            report.timings |= _round_timings(models, state.rollout_id)
         yield report
 
 
-def _round_timings(models: Models) -> Metrics:
+def _round_timings(models: Models, rollout_id: int) -> Metrics:
     """Return the timer's metrics of a round, with the memory of the training processes."""
     models.timer.note_peaks(models.policy)
-    return models.timer.take()
+    return models.timer.take(rollout_id)
 
 
 def _epochs(minibatches: Sequence[Minibatch], settings: Settings, state: TrainState) -> Iterator[tuple[int, Minibatch]]:

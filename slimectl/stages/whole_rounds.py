@@ -8,6 +8,7 @@ from itertools import count
 from slimectl.settings import Settings
 from slimectl.stages.hooks import RoundSampler
 from slimectl.stages.prompt_groups import PromptSource, UserDataSource, flatten
+from slimectl.stages.request_times import take_requests
 from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.score import report_grading
 from slimectl.types import RolloutBatch, Sample
@@ -40,7 +41,10 @@ def whole_rounds(
             state.rounds += 1
             source.save(state.rounds)
             seconds = timer.clock() - started
-            yield RolloutBatch(samples, seconds, metrics, state.snapshot(), timings=timer.take())
+            timings = timer.take(state.rounds) | take_requests(
+                source.generator.requests, settings.track.timeline_requests
+            )
+            yield RolloutBatch(samples, seconds, metrics, state.snapshot(), timings=timings)
     finally:
         sampler.close()
 

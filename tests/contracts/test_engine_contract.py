@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import time
 import urllib.request
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -281,6 +282,15 @@ def test_an_answer_names_the_versions_of_the_weights_that_wrote_it(engine: Any, 
     before, after = map(int, interrupted(engine, push)[0].weight_versions)
     assert after == before + 1
     assert answers(engine, (PROMPT, GREEDY))[0].weight_versions == [str(after)]
+
+
+def test_an_answer_tells_when_the_engine_worked_on_it(engine: Any):
+    started = time.perf_counter()
+    (completion,) = answers(engine, (PROMPT, GREEDY))
+    assert completion.times is not None
+    admitted, first_token, number = completion.times
+    assert started <= admitted <= first_token <= time.perf_counter()
+    assert number == 0
 
 
 def test_new_weights_write_other_answers_and_the_old_ones_the_old(engine: Any, tensors: dict[str, torch.Tensor]):

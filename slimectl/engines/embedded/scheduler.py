@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from slimectl.data.routed_experts import encoded
 from slimectl.protocols import OnTokens
-from slimectl.types import Completion, SamplingParams, TopTokens
+from slimectl.types import Completion, EngineTimes, SamplingParams, TopTokens
 
 if TYPE_CHECKING:
     from slimectl.data.images import Patches
@@ -66,6 +67,10 @@ class RunningSequence:
     reports_experts: bool = False
     images: tuple[Patches, ...] = ()
     rope_shift: int = 0
+    admitted: float = 0.0
+    """When it first left the queue (time.perf_counter)."""
+
+    first_token: float = 0.0
 
     def __post_init__(self) -> None:
         self.prefix = self.prompt
@@ -83,6 +88,8 @@ class RunningSequence:
         """Append a sampled token and decide whether it is the last one."""
         if not self.spans or self.spans[-1][0] != version:
             self.spans.append((version, len(self.tokens)))
+        if not self.tokens:
+            self.first_token = time.perf_counter()
         self.tokens.append(token)
         if self.top_count:
             self.top.append(top[: self.top_count])
@@ -133,6 +140,8 @@ class RunningSequence:
             self.tokens, self.log_probs, text, self.finish, versions, self.cached_tokens, version_starts=starts
         )
         answer.top_log_probs = self.top
+        if self.first_token:
+            answer.times = EngineTimes(self.admitted, self.first_token)
         if self.grammar is not None:
             answer.loss_mask = self.loss_mask
         if self.reports_experts and (experts_TLk := self.experts_between(0, self.length - 1)) is not None:
@@ -209,7 +218,10 @@ class Scheduler:
             if not sequence.finish:  # else its task was cancelled while it was queued
                 admitted.setdefault(prompt, []).append(sequence)
                 free -= 1
+        now = time.perf_counter()
         for siblings in admitted.values():
+            for sequence in siblings:
+                sequence.admitted = sequence.admitted or now
             self.running.extend(siblings)
         return admitted
 

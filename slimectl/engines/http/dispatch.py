@@ -71,6 +71,10 @@ class LoadBalancer:
     def knows(self, url: str) -> bool:
         return url in self._urls
 
+    def number(self, url: str) -> int:
+        """Return the number of a server among the current ones, or 0 if it is gone."""
+        return self._urls.index(url) if url in self._urls else 0
+
     def fail(self, error: BaseException) -> None:
         """Fail all waiting and future `acquire` calls, because no server will come back."""
         self._failure = error
@@ -230,7 +234,7 @@ class Dispatch:
         """Try one server. Return None if it completes the request, else an error after which a retry may succeed."""
         failure: Exception | None = None
         flight.restart()
-        flight.asking = True
+        flight.engine, flight.asking = self.balance.number(url), True
         try:
             async with asyncio.timeout(self._options.request_timeout_s) as limit:
                 self._asking[id(flight)] = url, limit

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from slimectl.protocols import OnTokens
-from slimectl.types import Completion, SamplingParams, TopTokens
+from slimectl.types import Completion, EngineTimes, SamplingParams, TopTokens
 
 NO_WEIGHTS = "unpushed"
 """Weight version of a server that waits for its first push. Its responses are never used."""
@@ -58,16 +59,28 @@ class PendingRequest:
     cached_tokens: int = 0
     extras: dict[str, Any] = field(default_factory=dict)
     finish: str | None = None
+    engine: int = 0
+    """Number of the server that has the request."""
+
+    sent: float = 0.0
+    """When it was sent there (time.perf_counter)."""
+
+    first_token: float = 0.0
+    queue_s: float = 0.0
+    """Seconds in the queue of the server, if it reports them."""
 
     def restart(self) -> None:
         """Discard the response and set a new request id, because the old request may still be running."""
         self.tokens, self.log_probs, self.top_log_probs, self.text, self.text_is_cut = [], [], [], "", False
         self.versions, self.version_starts, self.cached_tokens, self.extras, self.finish = [], [], 0, {}, None
+        self.sent, self.first_token, self.queue_s = time.perf_counter(), 0.0, 0.0
         self.request_id = f"slimectl-{uuid.uuid4().hex}"
 
     def add(self, tokens: Sequence[int], log_probs: Sequence[float], tops: Sequence[TopTokens] = ()) -> None:
         """Append new tokens, and end the response at the first stop token among them."""
         count_before = len(self.tokens)
+        if tokens and not count_before:
+            self.first_token = time.perf_counter()
         first = max(count_before, self.params.min_tokens - 1)
         self.tokens += tokens
         self.log_probs += log_probs
@@ -115,7 +128,14 @@ class PendingRequest:
             cached_tokens=self.cached_tokens,
             extras=self.extras,
             top_log_probs=self.top_log_probs[:length],
+            times=self._times(),
         )
+
+    def _times(self) -> EngineTimes | None:
+        """Return when the server worked on the request, by the clock of this process."""
+        if not self.first_token:
+            return None
+        return EngineTimes(min(self.sent + self.queue_s, self.first_token), self.first_token, self.engine)
 
 
 def text_fields(params: SamplingParams) -> dict[str, Any]:

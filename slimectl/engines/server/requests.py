@@ -51,6 +51,7 @@ class RunningAnswer:
         self._detokenizer = detokenizer
         self._growing = detokenizer.growing_text()
         self.begun = time.monotonic()
+        self._queued = time.perf_counter()
 
     @property
     def count(self) -> int:
@@ -69,6 +70,11 @@ class RunningAnswer:
     @property
     def latency_s(self) -> float:
         return time.monotonic() - self.begun
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds until the engine began to work on it, or until now."""
+        return (self.sequence.admitted or time.perf_counter()) - self._queued
 
     @property
     def cut_at(self) -> str | None:

@@ -220,7 +220,7 @@ class ResponseFormat:
         if "routed_experts" in answer.completion.extras:  # SGLang's form: base64 of int32
             experts = decoded(answer.completion.extras["routed_experts"]).astype("<i4")
             meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
-        return meta | {"e2e_latency": round(answer.latency_s, 6)}
+        return meta | {"e2e_latency": round(answer.latency_s, 6), "queue_time": round(answer.queue_s, 6)}
 
 
 def _join(previous: str, new: str) -> str:

@@ -67,6 +67,7 @@ class SglangApi:
         if is_cumulative:
             ids, scored, tops = ids[count_before:], scored[count_before:], tops[count_before:]
         request.cached_tokens = meta.get("cached_tokens") or request.cached_tokens
+        request.queue_s = meta.get("queue_time") or 0.0  # SGLang reports it with --enable-metrics
         request.extras |= {ours: meta[name] for name, ours in EXTRAS.items() if meta.get(name) is not None}
         reason = meta.get("finish_reason")
         if reason is not None:

@@ -29,6 +29,7 @@ from slimectl.protocols import (
     WeightUpdateClient,
 )
 from slimectl.system.stdio import logger
+from slimectl.system.timeline import timeline
 from slimectl.types import Metrics
 
 if TYPE_CHECKING:
@@ -156,14 +157,17 @@ class WeightSyncBase:
     def paused(self, workers: WeightUpdateClient) -> Iterator[Stopwatch]:
         """Pause sampling within the block. Afterwards the engines continue, even if it failed or was interrupted."""
         watch = Stopwatch()
-        workers.begin(mode=self.pause_mode)
+        with timeline.block("weights", "pause"):
+            workers.begin(mode=self.pause_mode)
         try:
-            yield watch
+            with timeline.block("weights", "transfer"):
+                yield watch
         except BaseException:
             with suppress(SlimectlError):
                 workers.end(within_s=LEAVE_S)
             raise
-        workers.end()
+        with timeline.block("weights", "resume"):
+            workers.end()
         watch.stop()
 
 
@@ -222,6 +226,7 @@ class InProcessSync(WeightSync):
 
         started = time.perf_counter()
         self.engine.load_weights(counted_weights(), version=self.policy.weight_version)
+        timeline.record("weights", "transfer", started)
         return {"bytes": float(sum(sizes)), "pause_time": time.perf_counter() - started}
 
 
