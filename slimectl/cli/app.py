@@ -25,6 +25,7 @@ from slimectl.cli.metrics import metrics
 from slimectl.cli.models import models
 from slimectl.cli.options import with_messages
 from slimectl.cli.plan import plan
+from slimectl.cli.report import report
 from slimectl.cli.rollout import rollout
 from slimectl.cli.run import run
 from slimectl.cli.runs import runs
@@ -142,7 +143,7 @@ for command in (ask, chat):
     app.command(rich_help_panel=TALK)(guarded(with_messages(command)))
 
 ABOUT = "Settings, models and records"
-for command in (plan, doctor, bench, inspect, diagnose, diff, view, runs, metrics, models, completion):
+for command in (plan, doctor, bench, inspect, diagnose, diff, view, report, runs, metrics, models, completion):
     app.command(rich_help_panel=ABOUT)(guarded(with_messages(command), runs_user_code=command is bench))
 settings_app = typer.Typer(
     no_args_is_help=True, help="Show, validate and explain settings, or convert them from another stack."

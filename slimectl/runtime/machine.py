@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +29,13 @@ OPTIONAL = {
     "zstandard": ("zstd", ".zst records and delta weight pushes"),
     "xxhash": ("zstd", "delta weight pushes"),
 }
+RECORDED = (
+    "torch", "transformers", "numpy", "safetensors", "huggingface-hub", "ray", "megatron-core", "sglang", "vllm",
+    "peft", "reasoning-gym",
+)  # fmt: skip
+"""Packages whose versions a run records in its manifest."""
+NVIDIA_SMI_S = 10.0
+"""Maximum seconds to wait for the names of the GPUs."""
 MODULES = {"megatron-core": "megatron", "reasoning-gym": "reasoning_gym"}
 
 
@@ -79,6 +87,41 @@ def _torch() -> Iterator[CheckResult]:
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) if cuda else "none"
     yield CheckResult("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads")
     yield CheckResult("GPUs", None, names)
+
+
+def environment() -> dict[str, Any]:
+    """Return this machine's hardware, Python and packages, as a run records them. Nothing heavy is imported."""
+    versions = {}
+    for package in RECORDED:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    facts = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": processor(),
+        "cores": cores(),
+        "memory_gib": memory_gib(),
+        "gpus": gpus(),
+    }
+    return facts | {"packages": versions}
+
+
+def memory_gib() -> float | None:
+    """Return the memory of this machine in GiB, or None if the system does not tell."""
+    with suppress(OSError, ValueError):
+        return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+    return None
+
+
+def gpus() -> list[str]:
+    """Return the names of the GPUs of this machine, from NVIDIA's tool: asking torch would start CUDA here."""
+    if not (tool := shutil.which("nvidia-smi")):
+        return []
+    with suppress(OSError, subprocess.SubprocessError):
+        query = [tool, "--query-gpu=name", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True)
+        return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+    return []
 
 
 def _version(package: str) -> str:

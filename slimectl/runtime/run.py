@@ -22,6 +22,7 @@ from slimectl.protocols import NO_PROGRESS, Progress, StreamAbandoner
 from slimectl.runtime import builders
 from slimectl.runtime.evaluator import Evaluator
 from slimectl.runtime.grace import GracePeriod, RoundAbandoned
+from slimectl.runtime.machine import environment
 from slimectl.runtime.recorder import RunRecorder
 from slimectl.runtime.report_loop import ReportLoop, Reports, abandonment
 from slimectl.runtime.rounds import RecordedRounds, SampledRounds
@@ -115,7 +116,7 @@ class TrainingRun:
         ]
         inputs = {path: digest for path, _, digest in files}
         manifest = Manifest("run", self.settings.model_dump(by_alias=True), inputs)
-        manifest.facts |= {"folder": str(Path.cwd()), **self.rounds.facts}
+        manifest.facts |= {"folder": str(Path.cwd()), "environment": environment(), **self.rounds.facts}
         recipe = (read_manifest(self.folder.path) or {}).get("recipe") if resume else self._recipe
         manifest.facts |= {"recipe": recipe} if recipe else {}
         with ExitStack() as ending:

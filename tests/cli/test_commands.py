@@ -21,7 +21,8 @@ from slimectl.cli.app import app
 
 COMMANDS = [
     ["run"], ["rollout"], ["score"], ["train"], ["eval"], ["convert"], ["serve"], ["inspect"], ["metrics"], ["models"],
-    ["plan"], ["doctor"], ["bench"], ["completion"], ["ask"], ["chat"], ["view"], ["runs"], ["diff"], ["diagnose"],
+    ["plan"], ["doctor"], ["bench"], ["completion"], ["ask"], ["chat"], ["view"], ["report"], ["runs"], ["diff"],
+    ["diagnose"],
     ["settings", "show"], ["settings", "validate"], ["settings", "schema"], ["settings", "explain"],
     ["settings", "from"],
 ]  # fmt: skip
@@ -79,6 +80,8 @@ def test_the_examples_run_and_quiet_leaves_only_what_is_on_stdout(command: list[
             line += " --name another"  # than the run that is there
         if command[0] == "view":
             line += " --html view.html"
+        if command[0] == "report":
+            line += " --force"
         words = shlex.split(line.replace(" > ", " ").removeprefix("slimectl "))
         if " > " in line:
             words.pop()

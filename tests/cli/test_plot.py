@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +109,6 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
         code, message = inspect(*arguments)
         assert (code > 0, problem in message, message.count("\n")) == (True, True, 1), message
     assert taken.read_text() == "mine"
-    imported = builtins.__import__
-
-    def without_matplotlib(name: str, *rest: Any) -> Any:
-        if name.partition(".")[0] == "matplotlib":
-            raise ModuleNotFoundError(name=name)
-        return imported(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, message = inspect(folder, "--plot", picture)
     assert (code, message.partition("Run: ")[2]) == (4, "pip install 'slimectl[plot]'\n")

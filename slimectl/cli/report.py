@@ -1,0 +1,81 @@
+"""slimectl report"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slimectl.errors import MissingExtraError, SettingsError
+from slimectl.system import stdio
+
+if TYPE_CHECKING:
+    from slimectl.cli.plot import Chart
+
+SUFFIXES = (".md", ".html")
+
+
+def report(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="RUN…", help="Folders of runs, or a folder that contains runs")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Output: FILE.md or FILE.html. Default: stdout")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing output")] = False,
+) -> None:
+    """Write a report on runs to send to someone, as Markdown or as one HTML file.
+
+    It has the result, changed settings, curves, findings, evaluations, best and worst samples, versions, hardware,
+    data, and the command that repeats the run. No model is loaded. Markdown refers to its curves as FILE.svg.
+
+    Example:
+
+        slimectl report runs/quickstart -o quickstart.html
+    """
+    from slimectl.cli.run_report import Report
+    from slimectl.cli.viewer.library import Library
+
+    picture = out.with_suffix(".svg") if out is not None and out.suffix == ".md" else None
+    if out is not None and out.suffix not in SUFFIXES:
+        raise SettingsError(f"--out {out}: give a file that ends in {' or '.join(SUFFIXES)}")
+    if taken := next((path for path in (out, picture) if path is not None and path.exists() and not force), None):
+        raise SettingsError(f"{taken}: already exists. Add --force to replace it")
+    library = Library(paths)
+    if library.named_files:
+        stranger = next(iter(library.named_files.values())).path
+        raise SettingsError(f"{stranger}: not a run. Give a run's folder: slimectl report runs/NAME")
+    if out is None:
+        stdio.emit(Report(library).markdown().rstrip("\n"))
+        return
+    drawn: dict[str, bytes] = {}
+
+    def draw(charts: Sequence[Chart]) -> str:
+        from urllib.parse import quote
+
+        from slimectl.cli.plot import drawing
+
+        parts = {quote(picture.name): charts} if picture else {f"curve-{at}": [each] for at, each in enumerate(charts)}
+        try:
+            drawn.update((name, drawing(shown, kind="svg", axis="round")) for name, shown in parts.items())
+        except MissingExtraError as error:
+            return f"No pictures: {error}"
+        return "\n".join(f"![curves]({name})" for name in drawn)
+
+    _write(out, Report(library, draw).markdown(), drawn, picture)
+
+
+def _write(out: Path, markdown: str, drawn: dict[str, bytes], picture: Path | None) -> None:
+    from slimectl.cli.report_page import page
+    from slimectl.data.atomic_replace import write_text
+
+    if picture is None:
+        write_text(out, page(markdown, out.stem, drawn))
+    else:
+        write_text(out, markdown)
+        for data in drawn.values():
+            write_text(picture, data.decode())
+    beside = f", with curves in {picture}" if picture is not None and drawn else ""
+    stdio.note(f"{out}: {out.stat().st_size / 1e3:.0f} kB{beside}")
