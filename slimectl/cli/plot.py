@@ -63,7 +63,7 @@ class Chart:
     @property
     def title(self) -> str:
         """The metric with its unit."""
-        unit = next((known.unit for known in CATALOGUE if known.matches(self.metric)), "")
+        unit = next((metric.unit for metric in CATALOGUE if metric.matches(self.metric)), "")
         return f"{self.metric} ({unit})" if unit else self.metric
 
 
@@ -99,11 +99,11 @@ def charts_of(runs: Sequence[RunSource], *, metrics: Sequence[str] = (), axis: s
     if unknown := [text for text in metrics if not any(text in name for name in names)]:
         some = ", ".join(names[:8]) or "none yet"
         raise SettingsError(f"--metric: no metric of these runs contains {unknown[0]!r:.60}. They have {some}")
-    chosen = _matching(metrics, names) if metrics else _first([name for name in names if name in changing])
-    if not chosen:
+    selection = _matching(metrics, names) if metrics else _first([name for name in names if name in changing])
+    if not selection:
         raise SettingsError(f"{runs[0].path}: has no metrics to draw yet. Wait for the end of its first round")
     entries = list(_entries(runs))
-    return [Chart(name, list(_lines(name, entries, series))) for name in chosen]
+    return [Chart(name, list(_lines(name, entries, series))) for name in selection]
 
 
 def drawing(charts: Sequence[Chart], *, kind: str, axis: str = "step") -> bytes:
@@ -173,19 +173,19 @@ def _series(run: RunSource, axis: str) -> dict[str, Points]:
 
 def _matching(metrics: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the names that are one of `metrics`, or else contain it, in the order of `metrics`."""
-    found = [name for text in metrics for name in ([text] if text in names else names) if text in name]
-    return list(dict.fromkeys(found))
+    matches = [name for text in metrics for name in ([text] if text in names else names) if text in name]
+    return list(dict.fromkeys(matches))
 
 
 def _first(names: Sequence[str]) -> list[str]:
-    chosen: list[str] = []
+    selection: list[str] = []
     for pattern in FIRST:
         start, star, end = pattern.partition("*")
-        found = [name for name in names if name.startswith(start) and name.endswith(end)] if star else [pattern]
-        chosen += [name for name in found if name in names]
-    skipped = {"train/entropy_loss"} if "rollout/entropy" in chosen else set()
-    skipped |= {"train/loss"} if "rollout/raw_reward" in chosen else set()
-    return [name for name in chosen if name not in skipped]
+        matches = [name for name in names if name.startswith(start) and name.endswith(end)] if star else [pattern]
+        selection += [name for name in matches if name in names]
+    skipped = {"train/entropy_loss"} if "rollout/entropy" in selection else set()
+    skipped |= {"train/loss"} if "rollout/raw_reward" in selection else set()
+    return [name for name in selection if name not in skipped]
 
 
 def _entries(runs: Sequence[RunSource]) -> Iterator[tuple[str, str, list[str]]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from slimectl.cli.plot import Chart
 
 SUFFIXES = (".md", ".html")
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+STYLE = Path(__file__).with_name("report.css")
 
 
 def report(
@@ -41,8 +45,8 @@ def report(
     picture = out.with_suffix(".svg") if out is not None and out.suffix == ".md" else None
     if out is not None and out.suffix not in SUFFIXES:
         raise SettingsError(f"--out {out}: give a file that ends in {' or '.join(SUFFIXES)}")
-    if taken := next((path for path in (out, picture) if path is not None and path.exists() and not force), None):
-        raise SettingsError(f"{taken}: already exists. Add --force to replace it")
+    if existing := next((path for path in (out, picture) if path is not None and path.exists() and not force), None):
+        raise SettingsError(f"{existing}: already exists. Add --force to replace it")
     library = Library(paths)
     if library.named_files:
         stranger = next(iter(library.named_files.values())).path
@@ -57,7 +61,9 @@ def report(
 
         from slimectl.cli.plot import drawing
 
-        parts = {quote(picture.name): charts} if picture else {f"curve-{at}": [each] for at, each in enumerate(charts)}
+        parts = {f"curve-{at}": [chart] for at, chart in enumerate(charts)}
+        if picture is not None:
+            parts = {quote(picture.name): list(charts)}
         try:
             drawn.update((name, drawing(shown, kind="svg", axis="round")) for name, shown in parts.items())
         except MissingExtraError as error:
@@ -68,7 +74,6 @@ def report(
 
 
 def _write(out: Path, markdown: str, drawn: dict[str, bytes], picture: Path | None) -> None:
-    from slimectl.cli.report_page import page
     from slimectl.data.atomic_replace import write_text
 
     if picture is None:
@@ -79,3 +84,35 @@ def _write(out: Path, markdown: str, drawn: dict[str, bytes], picture: Path | No
             write_text(picture, data.decode())
     beside = f", with curves in {picture}" if picture is not None and drawn else ""
     stdio.note(f"{out}: {out.stat().st_size / 1e3:.0f} kB{beside}")
+
+
+def page(markdown: str, title: str, pictures: Mapping[str, bytes]) -> str:
+    """Return a report as HTML. `pictures` are SVG files by the address that the Markdown gives them.
+
+    HTML in the Markdown is shown as text.
+    """
+    from markdown_it import MarkdownIt
+
+    from slimectl.cli.terminal import visible
+
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
+
+    def image(renderer: Any, tokens: Sequence[Any], at: int, *_: Any) -> str:
+        source, text = str(tokens[at].attrs.get("src", "")), escape(tokens[at].content)
+        if source not in pictures:
+            return text
+        data = base64.b64encode(pictures[source]).decode()
+        return f'<img alt="{text}" src="data:image/svg+xml;base64,{data}">'
+
+    parser.add_render_rule("image", image)
+    parser.add_render_rule("table_open", lambda *_: '<div class="wide"><table>\n')
+    parser.add_render_rule("table_close", lambda *_: "</table></div>\n")
+    body = str(parser.render(markdown))
+    if pictures:
+        body = body.replace("<p><img", '<p class="charts"><img')
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(visible(title))}</title>\n<style>{STYLE.read_text(encoding='utf-8')}</style>\n</head>\n<body>\n{body}</body>\n</html>\n"
+    )

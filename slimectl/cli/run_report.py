@@ -87,11 +87,11 @@ class Report:
     library: Library
     pictures: Callable[[Sequence[Chart]], str] = lambda charts: ""
     runs: list[RunSource] = field(init=False)
-    facts: dict[str, dict[str, Any]] = field(init=False)
+    summaries: dict[str, dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.runs = list(self.library.runs.values())
-        self.facts = {run.id: run_facts(run.path) for run in self.runs}
+        self.summaries = {run.id: run_facts(run.path) for run in self.runs}
 
     def markdown(self) -> str:
         """Return the report. Secrets are masked."""
@@ -109,7 +109,7 @@ class Report:
     def _each(self, section: Callable[[RunSource, dict[str, Any]], Iterator[str]]) -> Iterator[str]:
         """Yield the section of each run, under its name if there are several."""
         for run in self.runs:
-            body = list(section(run, self.facts[run.id]))
+            body = list(section(run, self.summaries[run.id]))
             if body and len(self.runs) > 1:
                 yield f"### {code(run.path.name, 60)}"
             yield from body
@@ -117,7 +117,7 @@ class Report:
     def _result(self) -> Iterator[str]:
         for run in self.runs:
             start = "- " if len(self.runs) > 1 else ""
-            yield start + " ".join(_sentences(run, self.facts[run.id]))
+            yield start + " ".join(_sentences(run, self.summaries[run.id]))
 
     def _settings(self) -> Iterator[str]:
         if len(self.runs) > 1:
@@ -130,7 +130,7 @@ class Report:
             if rows:
                 yield table(["setting", *(code(run.path.name, 60) for run in self.runs)], rows)
             return
-        settings = self.facts[self.runs[0].id]["settings"]
+        settings = self.summaries[self.runs[0].id]["settings"]
         base, values = settings["differ_from"], settings["values"]
         if not values:  # a run needs at least a model and data, which the defaults lack
             yield (
@@ -138,7 +138,7 @@ class Report:
             )
             return
         of = "default" if base == "defaults" else code(base)
-        rows = [[code(name), code(value), code(other)] for name, (value, other) in values.items()]
+        rows = [[code(name), code(value), code(default)] for name, (value, default) in values.items()]
         yield f"The settings that differ from {f'the recipe {of}' if base != 'defaults' else 'the defaults'}:"
         yield table(["setting", "value", of], rows)
 
@@ -162,10 +162,10 @@ class Report:
         yield table(["metric", *(["run"] if compared else []), "first", "curve", "last", "range"], rows)
 
     def _findings(self) -> Iterator[str]:
-        def of_run(run: RunSource, facts: dict[str, Any]) -> Iterator[str]:
+        def of_run(run: RunSource, summary: dict[str, Any]) -> Iterator[str]:
             findings = diagnose_run(run.path)
             yield from map(_finding, findings)
-            if warnings := facts["warnings"][:3]:
+            if warnings := summary["warnings"][:3]:
                 yield "From its log:\n\n" + "\n".join(map(_warning, warnings))
             elif not findings:
                 yield "None."
@@ -199,16 +199,16 @@ class Report:
         yield from self._each(_command)
 
 
-def _sentences(run: RunSource, facts: dict[str, Any]) -> Iterator[str]:
+def _sentences(run: RunSource, summary: dict[str, Any]) -> Iterator[str]:
     """Yield what was trained on what for how long, and how the reward or loss and the evaluations changed."""
-    settings, rounds, planned = run.settings, facts["rounds"], facts["planned"]
+    settings, rounds, planned = run.settings, summary["rounds"], summary["planned"]
     model = settings.get("model.path") or settings.get("model.card")
     start = " from random weights" if settings.get("model.card") and not settings.get("model.path") else ""
     data = settings.get("rollout.data") or settings.get("rollout.env") or []
     sources = data if isinstance(data, list) else [data]
     on = f" on {', '.join(code(source, 80) for source in sources[:3])}{', …' if len(sources) > 3 else ''}"
     of = f" of {planned}" if planned and planned != rounds else ""
-    elapsed = f" in {duration(facts['seconds']['elapsed'])}" if facts["seconds"]["elapsed"] else ""
+    elapsed = f" in {duration(summary['seconds']['elapsed'])}" if summary["seconds"]["elapsed"] else ""
     verb = {"running": "is training", "finished": "trained"}.get(run.state, "stopped after training")
     yield (
         f"{code(run.path.name, 60)} {verb} {code(model, 80) if model else 'a model'}{start}"
@@ -216,10 +216,10 @@ def _sentences(run: RunSource, facts: dict[str, Any]) -> Iterator[str]:
         f" {quantity(rounds, 'round')}{of}{elapsed}."
     )
     changes = []
-    if points := [value for _, value in facts["points"] if math.isfinite(value)]:
-        changes.append(_change(f"the {facts['metric']}", points[0], points[-1]))
-    for name in dict.fromkeys(evaluation["name"] for evaluation in facts["evaluations"]):
-        values = [each["value"] for each in facts["evaluations"] if each["name"] == name]
+    if points := [value for _, value in summary["points"] if math.isfinite(value)]:
+        changes.append(_change(f"the {summary['metric']}", points[0], points[-1]))
+    for name in dict.fromkeys(evaluation["name"] for evaluation in summary["evaluations"]):
+        values = [item["value"] for item in summary["evaluations"] if item["name"] == name]
         if len(values) > 1:
             dataset, _, kind = name.rpartition("/" if name.endswith("/loss") else "_")
             changes.append(_change(f"the {kind} of {code(dataset, 60)}", values[0], values[-1]))
@@ -341,39 +341,39 @@ def _origin(run: RunSource) -> Iterator[str]:
     """Yield the versions, the hardware and the data of a run, from its manifest."""
     manifest = read_manifest(run.path) or {}
     recorded, inputs = (manifest.get(name) for name in ("environment", "inputs"))
-    facts = {"slimectl": manifest.get("slimectl")} | (recorded if isinstance(recorded, dict) else {})
-    packages = facts.pop("packages", None)
-    facts |= packages if isinstance(packages, dict) else {}
-    facts = {
+    summary = {"slimectl": manifest.get("slimectl")} | (recorded if isinstance(recorded, dict) else {})
+    packages = summary.pop("packages", None)
+    summary |= packages if isinstance(packages, dict) else {}
+    summary = {
         TITLES.get(name, name): ", ".join(map(str, value)) if isinstance(value, list) else value
-        for name, value in facts.items()
+        for name, value in summary.items()
     }
-    facts["settings"] = f"SHA-256 {digest}" if (digest := manifest.get("settings_sha256")) else None
-    rows = [[code(name), code(value)] for name, value in facts.items() if value]
+    summary["settings"] = f"SHA-256 {digest}" if (digest := manifest.get("settings_sha256")) else None
+    rows = [[code(name), code(value)] for name, value in summary.items() if value]
     for name, digest in (inputs if isinstance(inputs, dict) else {}).items():
         rows.append([f"data {code(name)}", code(f"SHA-256 {digest}")])
     if rows:
         yield table(["what", "value"], rows)
 
 
-def _command(run: RunSource, facts: dict[str, Any]) -> Iterator[str]:
+def _command(run: RunSource, summary: dict[str, Any]) -> Iterator[str]:
     """Yield the command that starts the run again."""
-    manifest, (base, values) = read_manifest(run.path) or {}, facts["settings"].values()
+    manifest, (base, values) = read_manifest(run.path) or {}, summary["settings"].values()
     recipe, command = manifest.get("recipe"), manifest.get("command", "run")
     if not values and base == "defaults":
         return
-    words = ["slimectl", str(command)]
+    arguments = ["slimectl", str(command)]
     if command == "train":
         data = run.settings.get("rollout.data", [])
-        words += map(str, data if isinstance(data, list) else [data])
+        arguments += map(str, data if isinstance(data, list) else [data])
     elif isinstance(recipe, str) and base != "defaults":
-        words.append(recipe)
+        arguments.append(recipe)
     secrets = [name for name, (value, _) in values.items() if MASK in value]
-    own = {name: value for name, (value, _) in values.items() if name not in secrets}
-    lines = [shlex.join([*words, "--name", "again"])]
+    assignments = {name: value for name, (value, _) in values.items() if name not in secrets}
+    lines = [shlex.join([*arguments, "--name", "again"])]
     lines += [
         f"-s {shlex.quote(f'{name}={value}')}"
-        for name, value in own.items()
+        for name, value in assignments.items()
         if not (command == "train" and name == "rollout.data")
     ]
     yield fence(" \\\n  ".join(lines), "sh", limit=20_000)

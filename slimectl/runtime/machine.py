@@ -95,7 +95,7 @@ def environment() -> dict[str, Any]:
     for package in RECORDED:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
-    facts = {
+    hardware = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": processor(),
@@ -103,7 +103,7 @@ def environment() -> dict[str, Any]:
         "memory_gib": memory_gib(),
         "gpus": gpus(),
     }
-    return facts | {"packages": versions}
+    return hardware | {"packages": versions}
 
 
 def memory_gib() -> float | None:

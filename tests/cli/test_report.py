@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from views import HOSTILE
 
 from slimectl.cli.app import app
-from slimectl.cli.report_page import page
+from slimectl.cli.report import page
 from slimectl.cli.run_report import MAX_TEXT, code, fence, plain, table
 from slimectl.cli.terminal import visible
 from slimectl.data.locks import Lock
