@@ -429,6 +429,30 @@ class StreamAbandoner(Protocol):
         ...
 
 
+class Command(Protocol):
+    """A command that runs in a slot."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, or None while it waits or runs."""
+        ...
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the command, if it still runs."""
+        ...
+
+
+class Commands(Protocol):
+    """Runs commands in slots. They end with this process, however it ends."""
+
+    slots: int
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path, slot: int) -> Command:
+        """Start a command in a free slot, from 0, with this environment. Its output is appended to `log`."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Tracker(Protocol):
     """Logs metrics and tables to a service or file."""
 

@@ -28,7 +28,7 @@ FLOORS = [
     ],
     ["checkpoints.conversion"],
     ["runtime.builders", "recipes"],
-    ["runtime", "planner.simulation"],
+    ["runtime", "planner.simulation", "sweeps"],
     ["cli.viewer", "migrate.slime"],
     ["cli", "__main__"],
 ]  # fmt: skip

@@ -35,7 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_CORE, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
 PRELOADED = "TEST_PRELOADED_SERVER"
 """Environment variable of a server that is to be forked from a process in its own Python that has imported it."""
@@ -57,15 +57,21 @@ class Zygote:
         self._owner = os.getpid()
 
     def start(
-        self, arguments: Sequence[str], descriptors: Mapping[int, int], env: Mapping[str, str], *, session: bool = False
+        self,
+        arguments: Sequence[str],
+        descriptors: Mapping[int, int],
+        env: Mapping[str, str],
+        *,
+        session: bool = False,
+        mortal: bool = False,
     ) -> int | None:
         """Start `python ARGUMENTS`, and return its process id; None if this process has no zygote any more.
 
-        `descriptors` are those of this process, by their numbers in the child.
+        `descriptors` are those of this process, by their numbers in the child. A `mortal` child dies with this process.
         """
         if os.getpid() != self._owner:
             return None
-        request = describe(arguments, descriptors, env, session=session)
+        request = describe(arguments, descriptors, env, session=session, mortal=mortal)
         prctl = ctypes.CDLL(None).prctl
         with self._lock:
             prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans below become children of this process
@@ -81,7 +87,12 @@ class Zygote:
 
 
 def describe(
-    arguments: Sequence[str], descriptors: Mapping[int, int], env: Mapping[str, str], *, session: bool = False
+    arguments: Sequence[str],
+    descriptors: Mapping[int, int],
+    env: Mapping[str, str],
+    *,
+    session: bool = False,
+    mortal: bool = False,
 ) -> bytes:
     """Return the request for `python ARGUMENTS` with all that it would inherit from this process."""
     request = {
@@ -90,6 +101,7 @@ def describe(
         "env": dict(env),
         "cwd": os.getcwd(),
         "session": session,
+        "mortal": mortal,
         "ignored": [n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN],
         "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
         "limits": [(number, *resource.getrlimit(number)) for number in LIMITS],
@@ -98,7 +110,7 @@ def describe(
 
 
 class Child:
-    """A server that was forked, driven as subprocess.Popen is."""
+    """A server or a run that was forked, driven as subprocess.Popen is."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -120,14 +132,18 @@ class Child:
             time.sleep(0.005)
         return code
 
-    def kill(self) -> None:
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def install(connect: Callable[[], socket.socket], only_servers: Callable[[], bool] = lambda: False) -> None:
-    """Start the workers of pools, fork servers of ranks and servers of this process by the zygote of `connect()`."""
+    """Start workers of pools, fork servers of ranks, servers and runs of a sweep by the zygote of `connect()`."""
     from slimectl.engines.supervisor import server_process
+    from slimectl.executors import commands
 
     zygote, spawn = Zygote(connect), multiprocessing.util.spawnv_passfds
     starting = threading.Lock()
@@ -152,7 +168,16 @@ def install(connect: Callable[[], socket.socket], only_servers: Callable[[], boo
                 return Child(pid)
         return subprocess.Popen(command, stdout=stdout, env=env, **options)
 
+    start_whole = commands.start_command
+
+    def start_command(command: Sequence[str], environment: Mapping[str, str], log: Any) -> Any:
+        with open(os.devnull, "rb") as nothing, log.open("ab") as output:
+            streams = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}
+            pid = zygote.start(command[1:], streams, environment, session=True, mortal=True)
+        return start_whole(command, environment, log) if pid is None else Child(pid)
+
     multiprocessing.util.spawnv_passfds = spawn_forked
+    commands.start_command = start_command
     server_process.subprocess = SimpleNamespace(Popen=start_server, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
 
 
@@ -271,6 +296,8 @@ def take_over(request: dict[str, Any], descriptors: dict[int, int]) -> None:
         resource.setrlimit(number, (soft, hard))
     if request["session"]:
         os.setsid()
+    if request["mortal"]:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])

@@ -33,6 +33,7 @@ from slimectl.cli.score import score
 from slimectl.cli.serve import serve
 from slimectl.cli.settings import settings
 from slimectl.cli.signals import end_at_once
+from slimectl.cli.sweep import sweep
 from slimectl.cli.train import train
 from slimectl.cli.view import view
 from slimectl.errors import (
@@ -143,7 +144,7 @@ for command in (ask, chat):
     app.command(rich_help_panel=TALK)(guarded(with_messages(command)))
 
 ABOUT = "Settings, models and records"
-for command in (plan, doctor, bench, inspect, diagnose, diff, view, report, runs, metrics, models, completion):
+for command in (sweep, plan, doctor, bench, inspect, diagnose, diff, view, report, runs, metrics, models, completion):
     app.command(rich_help_panel=ABOUT)(guarded(with_messages(command), runs_user_code=command is bench))
 settings_app = typer.Typer(
     no_args_is_help=True, help="Show, validate and explain settings, or convert them from another stack."

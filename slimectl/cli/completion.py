@@ -170,6 +170,10 @@ def _recipes(last: str) -> Iterator[Candidate]:
     yield from ((str(file), "") for file in sorted(Path().glob(f"{last}*.toml")))
 
 
+def _sweeps(last: str) -> Iterator[Candidate]:
+    return ((str(file), "") for file in sorted(Path().glob(f"{last}*.toml")))
+
+
 def _tasks(last: str) -> Iterator[Candidate]:
     folder = PACKAGE / "recipes" / "benchmark_tasks"
     yield from ((file.stem, "built-in task") for file in sorted(folder.glob("*.toml")))
@@ -253,6 +257,7 @@ VALUES: dict[str, Callable[[str], Iterator[Candidate]]] = {
     "assign": _settings,
     "run assign": partial(_settings, trains_on="rollouts"),
     "recipe": _recipes,
+    "sweep file": _sweeps,
     "tasks": _tasks,
     "resume": _runs,
     "model": _paths,

@@ -40,6 +40,32 @@ def _raise_terminated(number: int, _: Any) -> None:
     raise Terminated(number)
 
 
+class ForwardedSignals:
+    """Collects the signals that end a sweep, for its runs: the first lets them save, the second stops them at once."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code after the first signal."""
+        return 128 + self.received[0] if self.received else EXIT_INTERRUPTED
+
+    def __enter__(self) -> ForwardedSignals:
+        for number in (signal.SIGINT, *_heeded()):
+            handle_here(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end_at_once()
+
+    def _receive(self, number: int, _: Any) -> None:
+        self.received.append(number)
+        if len(self.received) == 1:
+            again = "Press Ctrl-C" if number == signal.SIGINT else "Send it"
+            stdio.say(f"finishing the rounds of the active runs, then saving. {again} again to stop now")
+
+
 class RoundInterrupt:
     """Handles a run's signals: the first ends the run after its round, the second at once.
 

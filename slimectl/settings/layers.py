@@ -60,7 +60,12 @@ def read_layers(readers: Iterable[Callable[[], Layer]]) -> tuple[list[Layer], li
 
 def from_file(path: Path) -> Layer:
     """Read a TOML or YAML file, depending on the suffix. Raises SettingsError if it is missing or cannot be parsed."""
-    values = aliases.with_tracker_names(settings_document(path))
+    return from_document(path, settings_document(path))
+
+
+def from_document(path: Path, document: dict[str, Any]) -> Layer:
+    """Return the settings of a parsed file. Raises SettingsError for a value outside of a section."""
+    values = aliases.with_tracker_names(document)
     values.pop("recipe", None)  # The description of a recipe is not a setting.
     for section, keys in values.items():
         if not isinstance(keys, dict):

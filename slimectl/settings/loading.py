@@ -93,7 +93,7 @@ def _validated(merged: Values, origins: dict[str, str]) -> tuple[Settings, dict[
         try:
             return Settings.model_validate(merged | parts), invalid
         except ValidationError as error:
-            lines = _error_lines(error, origins)
+            lines = error_lines(error, origins)
         for name, line in lines.items():
             invalid.setdefault(name, line)
             section, _, key = name.partition(".")
@@ -163,7 +163,7 @@ def _part_sections(merged: Values, origins: dict[str, str], invalid: dict[str, s
             try:
                 sections[name] = cls.model_validate(merged.get(name, {}))
             except ValidationError as error:
-                invalid |= _error_lines(error, origins, (name,))
+                invalid |= error_lines(error, origins, (name,))
                 merged.pop(name, None)
     return sections
 
@@ -217,7 +217,7 @@ def _unknown_key(name: str, keys_by_section: dict[str, list[str]], layer: Layer)
     return f"{name}: unknown setting ({layer.place(name)}). {hint}"
 
 
-def _error_lines(error: ValidationError, origins: dict[str, str], prefix: tuple[str, ...] = ()) -> dict[str, str]:
+def error_lines(error: ValidationError, origins: dict[str, str], prefix: tuple[str, ...] = ()) -> dict[str, str]:
     """Return pydantic's errors as lines by dotted key."""
     lines: dict[str, str] = {}
     for item in error.errors():

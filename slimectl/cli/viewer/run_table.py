@@ -66,7 +66,7 @@ def seed_groups(runs: Iterable[RunSource]) -> list[dict[str, Any]]:
         }
         groups[repr(sorted(settings.items()))].append(run)
     return [
-        {"name": _group_name([run.path.name for run in members]), "runs": [run.id for run in members]}
+        {"name": _group_name([run.name for run in members]), "runs": [run.id for run in members]}
         for members in groups.values()
         if len(members) > 1 and members[0].settings
     ]

@@ -24,6 +24,7 @@ from slimectl.runtime.builders.engines import engine as engine
 from slimectl.runtime.builders.engines import engine_path as engine_path
 from slimectl.runtime.builders.engines import engine_reads as engine_reads
 from slimectl.runtime.builders.engines import keys as keys
+from slimectl.runtime.builders.executors import commands as commands
 from slimectl.runtime.builders.executors import executor as executor
 from slimectl.runtime.builders.executors import executor_backend as executor_backend
 from slimectl.runtime.builders.executors import placement as placement

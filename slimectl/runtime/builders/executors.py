@@ -17,7 +17,8 @@ from slimectl.runtime.builders.models import device
 from slimectl.settings import Settings
 
 if TYPE_CHECKING:
-    from slimectl.protocols import Executor
+    from slimectl.protocols import Commands, Executor
+    from slimectl.settings.sweep import SweepSettings
 
 
 def placement(settings: Settings) -> Placement:
@@ -51,6 +52,10 @@ class ExecutorBackend:
         """Build the executor. Ranks and actors log to files in `logs`. Ranks get GPUs only if `trains` is true."""
         raise NotImplementedError
 
+    def commands(self, sweep: SweepSettings, settings: Settings) -> Commands:
+        """Build the slots of a sweep whose runs have settings like these."""
+        raise SettingsError(f"sweep.executor: {sweep.executor} cannot run sweeps. Set it to local or ray.")
+
 
 class LocalBackend(ExecutorBackend):
     """Threads and processes of this machine."""
@@ -62,6 +67,12 @@ class LocalBackend(ExecutorBackend):
         from slimectl.executors.local import LocalExecutor
 
         return LocalExecutor(logs=logs)
+
+    def commands(self, sweep: SweepSettings, settings: Settings) -> Commands:
+        from slimectl.executors.commands import LocalCommands, visible_gpus
+
+        devices = visible_gpus() if device("auto") == "cuda" else []
+        return LocalCommands(slots=sweep.slots, devices=devices, gpus=_gpus(sweep, settings))
 
 
 class RayBackend(ExecutorBackend):
@@ -86,6 +97,28 @@ class RayBackend(ExecutorBackend):
 
         places = placement(settings) if trains else replace(placement(settings), actor_nodes=0)
         return RayExecutor(settings.cluster.ray_address, placement=places if places.bundles else None, logs=logs)
+
+    def commands(self, sweep: SweepSettings, settings: Settings) -> Commands:
+        if find_spec("ray") is None:
+            raise MissingExtraError("ray", extra="ray", wanted_by='sweep.executor = "ray"')
+        from slimectl.executors.ray.commands import RayCommands
+
+        gpus = _gpus(sweep, settings) if device("auto") == "cuda" or sweep.gpus else 0.0
+        return RayCommands(sweep.ray_address, slots=sweep.slots, cpus=sweep.cpus, gpus=gpus)
+
+
+def _gpus(sweep: SweepSettings, settings: Settings) -> float:
+    """Return the GPUs of a run of a sweep. A run on Ray reserves its own from the cluster."""
+    if sweep.gpus is not None:
+        return sweep.gpus
+    if settings.cluster.executor == "ray":
+        return 0.0
+    return float(len(placement(settings).bundles) if settings.uses_servers else settings.cluster.ranks)
+
+
+def commands(sweep: SweepSettings, settings: Settings) -> Commands:
+    """Build the slots that sweep.executor names."""
+    return backend(EXECUTORS, sweep.executor, ExecutorBackend).commands(sweep, settings)
 
 
 def executor_backend(settings: Settings) -> ExecutorBackend:
