@@ -234,9 +234,11 @@ RESOURCES = (
     ),
     Detector(
         "staleness", "warning", resources.staleness,
-        "Samples are as old as run.async_level and sync.update_weights_interval make them.",
+        "Samples are as old as run.async_level and sync.update_weights_interval make them, and the policy has moved by "
+        "less than 0.2 nat per token since they were sampled.",
         ("Weights are not pushed", "Some responses take many rounds"),
-        ("Set run.max_staleness", "Lower run.async_level", "Set algorithm.use_tis = true"),
+        ("Lower run.async_level or sync.update_weights_interval", "Set run.max_staleness",
+         "Set algorithm.use_tis = true"),
         patience=3,
     ),
     Detector(

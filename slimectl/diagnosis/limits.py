@@ -93,6 +93,11 @@ MISMATCH_EXACT = 0.005
 """Difference of an embedded engine in float32, which computes the trainer's numbers. Healthy runs have 1e-6."""
 STALE = 2.0
 """Versions beyond what run.async_level and sync.update_weights_interval explain."""
+OLD_ROUNDS = 3.0
+"""Rounds between sampling and training that matter if the policy has moved meanwhile. Two rounds ahead are usual."""
+OLD_KL = 0.2
+"""KL divergence (k3) in nats per token between the weights that sampled and those in training. It is below 0.05 for
+samples that are one or two rounds old."""
 
 # --- speed and resources ---------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import statistics
 from slimectl.diagnosis import limits
 from slimectl.diagnosis.detector import Observation
 from slimectl.diagnosis.history import TOTAL, History
+from slimectl.diagnosis.learning import REWARD
 
 MISMATCH = "train/train_rollout_logprob_abs_diff"
 WINDOW = 5
@@ -42,12 +43,15 @@ def _has_penalties(run: History) -> bool:
 def staleness(run: History) -> Observation | None:
     mean, steps = run.last("rollout/staleness/mean"), max(1, run.steps)
     ahead = int(run.setting("run.async_level", 0)) + int(run.setting("sync.update_weights_interval", 1)) - 1
-    expected = steps * ahead
-    if mean < expected + limits.STALE:
+    expected, moved = steps * ahead, run.last("train/train_rollout_k3")
+    is_old = mean >= limits.OLD_ROUNDS * steps and moved > limits.OLD_KL
+    if run.is_recorded or (mean < expected + limits.STALE and not is_old):
         return None
+    why = f", and the policy has moved by {moved:.2g} nat per token since" if is_old else ""
+    settings = f", and settings explain {expected}" if mean >= expected + limits.STALE else ""
     return Observation(
-        f"Samples are {mean:.1f} weight versions old, and settings explain {expected}",
-        ("rollout/staleness/mean", "rollout/staleness/max"),
+        f"Samples are {mean:.1f} weight versions old{settings}{why}",
+        ("rollout/staleness/mean", "rollout/staleness/max", "train/train_rollout_k3", REWARD),
     )
 
 
@@ -96,8 +100,8 @@ PASSES = ("perf/log_probs_time", "perf/ref_log_probs_time", "perf/teacher_log_pr
 
 def slow_log_probs(run: History) -> Observation | None:
     part, training = share(run, *PASSES), share(run, "perf/actor_train_time")
-    if part < limits.LOG_PROBS_SHARE or part < limits.LOG_PROBS * training:
-        return None
+    if run.is_recorded or part < limits.LOG_PROBS_SHARE or part < limits.LOG_PROBS * training:
+        return None  # rounds of a file are scored whole, and only pairs that differ are trained on
     return Observation(
         f"Passes for log-probabilities take {part:.0%} of the time, and training {training:.0%}",
         (*PASSES, "perf/actor_train_time"),
