@@ -15,12 +15,15 @@ class Observation:
     """What a detector sees in the last round."""
 
     title: str
+    """The trouble with its figures."""
     metrics: tuple[str, ...] = ()
     """Metrics whose last values are the evidence."""
     causes: tuple[str, ...] = ()
     """Causes that this round points at. They precede those of the detector."""
     remedies: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
+    first: int | None = None
+    """First round with the trouble, if it is an earlier one."""
 
 
 @dataclass(frozen=True)

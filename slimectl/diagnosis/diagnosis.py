@@ -47,7 +47,10 @@ class Diagnosis:
         self.ended: list[Finding] = []
         self._traces = {detector.kind: _Trace() for detector in DETECTORS}
         self._number = 0
+        self._is_open = False
+        """Whether steps of the round have been read, but not its end."""
         self._has_times = False
+        """Whether records have times, which tell where a round ends."""
 
     @property
     def findings(self) -> list[Finding]:
@@ -68,23 +71,27 @@ class Diagnosis:
             self.history.add_evaluation(number, metrics)
             return self._detect("evaluation", number)
         changes: list[Finding] = []
-        if number != self._number and self.history.has_open_round:  # a run whose records have no times
+        if number != self._number and self._is_open and not self._has_times:
             changes = self._close()
-        if number != self._number or self.history.has_open_round:  # rows left over may follow the last round
-            self.history.add_step(metrics)
-        self._number = number
+        if number == self._number and not self._is_open:  # rows left over after the last round
+            return []
+        self.history.add_step(metrics)
+        self._number, self._is_open = number, True
         return changes
 
     def close(self) -> list[Finding]:
         """Complete the last round of a run whose records have no times."""
-        return self._close() if self.history.has_open_round and not self._has_times else []
+        return self._close() if self._is_open and not self._has_times else []
 
     def _observe_times(self, metrics: Any) -> list[Finding]:
         self.history.add_step(metrics)
+        if all(name != TOTAL for name, _ in metrics):
+            return []
         self._has_times = True
-        return self._close() if any(name == TOTAL for name, _ in metrics) else []
+        return self._close() if self._is_open else []
 
     def _close(self) -> list[Finding]:
+        self._is_open = False
         self.history.close(self._number)
         return self._detect("round", self._number)
 
@@ -111,7 +118,8 @@ class Diagnosis:
         if trace.finding is not None:
             trace.finding = replace(self._finding(detector, observation), first_round=trace.finding.first_round)
         elif trace.times_seen >= detector.patience:
-            trace.finding = replace(self._finding(detector, observation), first_round=trace.first)
+            first = trace.first if observation.first is None else observation.first
+            trace.finding = replace(self._finding(detector, observation), first_round=first)
             yield trace.finding
 
     def _finding(self, detector: Detector, observation: Observation) -> Finding:
@@ -133,8 +141,9 @@ class Diagnosis:
         )
 
 
-def replayed(settings: Mapping[str, Any], folder: Path, *, is_recorded: bool = False) -> Diagnosis:
+def replayed(settings: Mapping[str, Any], folder: Path) -> Diagnosis:
     """Return the diagnosis of what a run's folder holds so far."""
+    is_recorded = (read_manifest(folder) or {}).get("command") == "train"
     diagnosis = Diagnosis(settings, folder, is_recorded=is_recorded)
     for line in read_lines(folder):
         diagnosis.observe(line)
@@ -152,8 +161,7 @@ def diagnose_run(folder: Path) -> list[Finding]:
         raise SettingsError(f"{folder}: not a run. Give a run's folder (runs/NAME)") from None
     except (OSError, ValueError) as error:
         raise SettingsError(f"{folder}/run.toml: cannot be read ({error}). Restore it from a copy") from None
-    is_recorded = (read_manifest(folder) or {}).get("command") == "train"
-    diagnosis = replayed(_by_dotted_key(settings), folder, is_recorded=is_recorded)
+    diagnosis = replayed(_by_dotted_key(settings), folder)
     diagnosis.close()
     return diagnosis.findings
 
@@ -176,11 +184,12 @@ def read_lines(folder: Path) -> Iterator[Line]:
     times = _objects(folder / "perf.jsonl")
     time = next(times, None)
     for line in _objects(folder / "metrics.jsonl"):
-        while time is not None and (_is_save(time) or time["step"] < line["step"]):
+        is_warmup = "rollout_id" not in line
+        while time is not None and not is_warmup and (_is_save(time) or time["step"] < line["step"]):
             yield time
             time = next(times, None)
         yield line
-        if time is not None and "rollout_id" in line and time["step"] == line["step"]:
+        if time is not None and not is_warmup and time["step"] == line["step"]:
             yield time
             time = next(times, None)
     while time is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 Severity = Literal["error", "warning", "advice"]
@@ -57,6 +59,10 @@ class Finding:
         if self.last_round == self.first_round:
             return f"round {self.first_round}"
         return f"rounds {self.first_round} to {self.last_round}"
+
+    def message(self, run: Path) -> str:
+        """Return the line about a finding that begins, for the log."""
+        return f"{self.title} ({self.place}). {self.remedies[0]}. More: slimectl diagnose {shlex.quote(str(run))}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding as `slimectl diagnose --json` prints it."""

@@ -18,6 +18,8 @@ from slimectl.diagnosis.limits import BASELINE, SHOWN
 LARGEST = ("train/grad_norm", "train/pg_clipfrac", "train/ratio_high_clipfrac", "train/ratio_low_clipfrac",
            "train/approxkl", "train/ppo_kl", "train/lr")  # fmt: skip
 """Metrics of which a round keeps the largest step, because the first step of a round is often 0."""
+FIRST = ("train/train_rollout_logprob_abs_diff",)
+"""Metrics of which a round keeps the first step. With algorithm.use_rollout_logprobs later steps include training."""
 KEPT = ("train/", "rollout/", "perf/")
 """Prefixes of the metrics of rounds."""
 TOTAL = "perf/total_time"
@@ -99,10 +101,6 @@ class History:
             self.series.setdefault(name, Series()).add(number, _of_round(name, values))
         self._open = {}
 
-    @property
-    def has_open_round(self) -> bool:
-        return bool(self._open)
-
     def add_evaluation(self, number: int, metrics: Iterable[tuple[str, float]]) -> None:
         self.evaluated = number
         for name, value in metrics:
@@ -163,7 +161,7 @@ def significant(series: Series, window: int = BASELINE, deviations: float = 4.0)
 
 
 def _of_round(name: str, values: list[float]) -> float:
-    if len(values) == 1:
+    if len(values) == 1 or name in FIRST:
         return values[0]
     if name.endswith("_max") or name in LARGEST:
         return max(values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 
 from slimectl.diagnosis import limits
 from slimectl.diagnosis.detector import Observation
@@ -15,8 +16,15 @@ COLLAPSE_WINDOW = 3
 
 
 def no_signal(run: History) -> Observation | None:
-    if not run.last("rollout/no_signal"):
+    rounds = run.of("rollout/no_signal").rounds
+    in_a_row = next((i for i, number in enumerate(reversed(rounds)) if number != run.round - i), len(rounds))
+    if not in_a_row or in_a_row < min(limits.NO_SIGNAL_ROUNDS, run.setting("run.no_signal_rounds", 10)):
         return None
+    return replace(_lack_of_signal(run), first=run.round - in_a_row + 1)
+
+
+def _lack_of_signal(run: History) -> Observation:
+    """Return why the last round has no signal."""
     low, high = run.last("rollout/min_reward", math.nan), run.last("rollout/max_reward", math.nan)
     evidence = ("rollout/no_signal", REWARD, "rollout/truncated_ratio")
     if low != high:
@@ -28,7 +36,13 @@ def no_signal(run: History) -> Observation | None:
         limit = run.setting("rollout.max_response_len")
         cut = f"Every response is cut at rollout.max_response_len = {limit}, before its answer"
         return Observation(title, evidence, (cut,), ("Raise rollout.max_response_len, or ask for shorter responses",))
-    return Observation(title, evidence)
+    if run.is_recorded or run.setting("run.keep_samples") or run.setting("eval.interval"):
+        return Observation(title, evidence)
+    commands = (
+        "slimectl rollout -c {run}/run.toml --model {run}/latest -o samples.jsonl",
+        "slimectl score samples.jsonl -c {run}/run.toml --explain",
+    )
+    return Observation(title, evidence, commands=commands)
 
 
 EASY = "Train on harder prompts, or make the reward stricter"

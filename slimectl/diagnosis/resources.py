@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from slimectl.diagnosis import limits
@@ -15,17 +16,24 @@ WINDOW = 5
 
 
 def mismatch(run: History) -> Observation | None:
+    """Compare engine and trainer. Older weights, penalties and files of samples differ by design."""
     difference, stale = run.last(MISMATCH), run.last("rollout/staleness/max")
-    bound, exact = float(run.setting("run.max_logprob_mismatch", 0.1)), _is_exact(run)
-    if stale or not difference or _has_penalties(run):
+    if not difference or stale or run.is_recorded or _has_penalties(run) or _mixes_weights(run):
         return None
+    bound = float(run.setting("run.max_logprob_mismatch", math.inf))
+    bound = min(bound, limits.MISMATCH_EXACT) if _is_exact(run) else bound
     start = run.of(MISMATCH).baseline
     grows = difference > limits.MISMATCH_SMALL and difference > limits.MISMATCH_GROWTH * start
-    if difference <= (limits.MISMATCH_EXACT if exact else bound) and not grows:
+    if difference <= bound and not grows:
         return None
     grown = f", {difference / start:.0f} times the start" if grows and start else ""
     causes = ("New weights do not reach the engine",) if grows else ("The engine samples at another temperature",)
     return Observation(f"Engine and trainer differ by {difference:.3g} nat per token{grown}", (MISMATCH,), causes)
+
+
+def _mixes_weights(run: History) -> bool:
+    """Whether the engine's log-probabilities are the old ones, and rows wait for a step with other weights."""
+    return bool(run.setting("algorithm.use_rollout_logprobs")) and "train/rollouts_left_over" in run.series
 
 
 def _is_exact(run: History) -> bool:
@@ -169,13 +177,12 @@ def disk(run: History) -> Observation | None:
 
 
 def _rounds_left(run: History) -> float | None:
-    """Return after how many rounds the disk is full if it fills as since the first round, or None if it does not."""
-    series = run.of("perf/disk_free_gb")
-    if len(series) < 4 * WINDOW:
+    """Return after how many rounds the disk is full if it fills as in the last 20 rounds, or None if it does not."""
+    free = run.of("perf/disk_free_gb").tail(4 * WINDOW)
+    if len(free) < 4 * WINDOW:
         return None
-    lost = statistics.median(series.values[:WINDOW]) - statistics.median(series.tail(WINDOW))
-    per_round = lost / (series.rounds[-1] - series.rounds[0])
-    return series.values[-1] / per_round if per_round > 0 else None
+    per_round = (statistics.median(free[:WINDOW]) - statistics.median(free[-WINDOW:])) / (3 * WINDOW)
+    return free[-1] / per_round if per_round > 0 else None
 
 
 def low_utilization(run: History) -> Observation | None:

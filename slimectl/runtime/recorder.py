@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -17,12 +18,15 @@ from slimectl.data.metrics_catalogue import progress
 from slimectl.data.records import sampler_state_from_json, sampler_state_to_json
 from slimectl.data.run_dir import RunDir
 from slimectl.data.source_identity import Identity
+from slimectl.diagnosis import Diagnosis
+from slimectl.diagnosis.diagnosis import replayed
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.protocols import Critic, Policy, Tracker
 from slimectl.runtime import builders
 from slimectl.runtime.background_save import BackgroundSave, start_models
 from slimectl.runtime.capacity import machine_perf
 from slimectl.settings import Settings
+from slimectl.settings.keys import flat
 from slimectl.stages.best import Evaluations
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.metrics import round_perf
@@ -31,11 +35,17 @@ from slimectl.stages.round_timer import RoundTimer
 from slimectl.stages.signal import SignalCount
 from slimectl.stages.train import TrainState
 from slimectl.system.model_files import TRAINER_STATE
+from slimectl.system.stdio import logger
 from slimectl.system.timeline import Span, take_spans, timeline
 from slimectl.types import Metrics, Sample, SamplerState, StepReport, TrainingSample
 
 PASSES = ("forward_backward", "log_probs", "top_log_probs", "values")
 """Calls of a policy in which all ranks compute, by which the slowest rank is found."""
+
+DIAGNOSED = ("metrics.jsonl", "perf.jsonl")
+"""Files whose lines the diagnosis reads."""
+LEVELS = {"error": logging.WARNING, "warning": logging.WARNING, "advice": logging.INFO}
+"""Level of the message about a finding that begins."""
 
 
 class RunRecorder:
@@ -60,6 +70,8 @@ class RunRecorder:
         """(round, mean reward) for the curve. Demonstrations and preferences have the loss instead."""
         self.evaluations: list[tuple[int, Metrics]] = []
         """(round, metrics) of every evaluation, oldest first."""
+        self.diagnosis: Diagnosis | None = None
+        """Findings about the records, from `rewind` on."""
         self._last_save: tuple[int, Metrics] | None = None
         """Step of the checkpoint that the run was resumed from, and the time it took to write."""
         self._cut_lines: frozenset[str] = frozenset()
@@ -78,6 +90,10 @@ class RunRecorder:
         path, text = self.folder.path / name, json.dumps(line) + "\n"
         with storage_errors(path), path.open("a", encoding="utf-8") as file:
             file.write(text)
+        if self.diagnosis is not None and name in DIAGNOSED:
+            for finding in self.diagnosis.observe(line):
+                if finding.lasts:
+                    logger.log(LEVELS[finding.severity], finding.message(self.folder.path))
         return text in self._cut_lines
 
     def record_spans(self, number: int, policy: object = None) -> Metrics:
@@ -293,6 +309,12 @@ class RunRecorder:
 
         Later records are removed. `load` reads the weights.
         """
+        self.diagnosis = None
+        state = self._rewind(warn)
+        self.diagnosis = replayed(dict(flat(self.settings)), self.folder.path)
+        return state
+
+    def _rewind(self, warn: Callable[[str], None]) -> TrainState:
         self.sampling, self.scores, self.evaluations = SamplerState(), [], []
         self._checkpoint, self._last_save = None, None
         if not self.folder.checkpoints():

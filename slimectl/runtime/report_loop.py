@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from slimectl.data.run_dir import RunDir
+from slimectl.diagnosis import Finding
 from slimectl.errors import SlimectlError
 from slimectl.runtime import builders
 from slimectl.runtime.evaluator import Evaluator
 from slimectl.runtime.grace import RoundAbandoned
 from slimectl.runtime.run_parts import RunParts
 from slimectl.settings.run import RunSettings
-from slimectl.stages.best import find_collapse
 from slimectl.stages.mismatch import LogProbCheck
 from slimectl.stages.signal import SignalCount
 from slimectl.system.stdio import logger, quantity
@@ -22,10 +21,6 @@ from slimectl.types import Sample, StepReport
 
 Reports = Generator[StepReport, None, bool]
 """Generator of a run's reports. It returns whether the run reached its end."""
-
-
-WARNING_SIGNS = ("train/ppo_kl", "train/kl_loss", "train/grad_norm")
-"""Metrics that are high if a policy changes too fast."""
 
 
 def abandonment(loss: str, folder: RunDir, resume_command: str) -> str:
@@ -52,9 +47,6 @@ class ReportLoop:
         """Whether policy and state are exactly as after a whole round."""
         self._newest_checkpoint = self.state.place if self.state.rollout_id else None
         """Round and step of the newest checkpoint."""
-        self._highest: dict[str, tuple[float, int]] = {}
-        """Largest value of each metric in WARNING_SIGNS, and its round."""
-        self._has_named_collapse = False
         self._log_prob_check = LogProbCheck(self.settings, not self.parts.rounds.samples, bool(self.state.step))
 
     @contextmanager
@@ -87,8 +79,9 @@ class ReportLoop:
             if not complete:
                 self._save_abandoned(samples)
         if complete:
-            collapse = "" if self._has_named_collapse else self._collapse
-            closing = (self.state.signal.closing_message(self._remedy), collapse, self._unmet_schedule)
+            # A lack of signal that has been reported as a finding is not repeated.
+            signal = "" if self._has_finding("no-signal") else self.state.signal.closing_message(self._remedy)
+            closing = (signal, self._unmet_schedule)
             for message in filter(None, closing):
                 logger.warning(message)
         return complete
@@ -107,10 +100,8 @@ class ReportLoop:
             if report.last_step_of_round:
                 report.timings |= self.recorder.record_spans(number, self.parts.models.policy)
             self.recorder.record(report)
-            self._log_prob_check.check(report)
-            for name in report.metrics.keys() & WARNING_SIGNS:
-                point = report.metrics[name], number
-                self._highest[name] = max(self._highest.get(name, point), point)
+            if not self.parts.rounds.samples or self.settings.run.on_logprob_mismatch == "stop":
+                self._log_prob_check.check(report)  # otherwise the diagnosis reports it
             self.recorder.sampling = report.sampling or self.recorder.sampling
             if report.last_step_of_round:
                 self.parts.profiler.after_round(number)
@@ -130,9 +121,6 @@ class ReportLoop:
         Raises SlimectlError after too many rounds without a learning signal.
         """
         run = self.settings.run
-        if not self._has_named_collapse and (collapse := self._collapse):
-            self._has_named_collapse = True
-            logger.warning(collapse)
         if self.parts.interrupted():
             self._save(samples, is_last=True)
             logger.warning(f"interrupted after round {number}. Continue with: {self.resume_command}")
@@ -140,6 +128,10 @@ class ReportLoop:
         if fault := lasting_lack_of_signal(self.state.signal, run, self._remedy):
             self._save(samples, is_last=True)
             raise SlimectlError(f"{fault}. To continue anyway: {self.resume_command} -s run.on_no_signal=warn")
+        if run.on_finding == "stop" and (error := self._lasting_error):
+            self._save(samples, is_last=True)
+            message = error.message(self.recorder.folder.path)
+            raise SlimectlError(f"{message}. To continue anyway: {self.resume_command} -s run.on_finding=log")
         if (run.save_interval and number % run.save_interval == 0) or self.recorder.is_best(number):
             self._save(samples)
         else:
@@ -180,38 +172,23 @@ class ReportLoop:
         return True
 
     @property
-    def _collapse(self) -> str:
-        """Describe a collapse of the reward and how to recover, or "" if there is none."""
-        recorder, settings = self.recorder, self.settings
-        rewards = recorder.scores if self.parts.rounds.samples else []
-        collapse = find_collapse(rewards, recorder.evaluations)
-        if collapse is None:
-            return ""
-        folder = recorder.folder
-        signs = [f"the largest {name} was {self._highest[name][0]:.2g} at round {self._highest[name][1]}"
-                 for name in WARNING_SIGNS if self._highest.get(name, (0,))[0] > 0]  # fmt: skip
-        learned = [number for number in folder.checkpoints() if number <= collapse.round]
-        change = f"-s run.name=ANOTHER -s train.lr={settings.train.lr / 10:g}"
-        again = f"slimectl {self.parts.rounds.command} -c {shlex.quote(str(folder.path / 'run.toml'))} {change}"
-        if learned:
-            way_back = f"Restart from the checkpoint before it: {again} --model {folder.step(learned[-1])}"
-        else:
-            keep = "" if settings.run.save_best else " and set run.save_best, which keeps the best one"
-            way_back = f"No earlier checkpoint is left. Restart{keep}: {again}"
-        figures = ", ".join([f"train.lr is {settings.train.lr:g}", *signs])
-        return f"{collapse} ({figures}). {way_back}"
+    def _lasting_error(self) -> Finding | None:
+        """The first finding of severity error that lasts."""
+        findings = self.recorder.diagnosis.findings if self.recorder.diagnosis else []
+        return next((finding for finding in findings if finding.lasts and finding.severity == "error"), None)
+
+    def _has_finding(self, kind: str) -> bool:
+        findings = self.recorder.diagnosis.findings if self.recorder.diagnosis else []
+        return any(finding.kind == kind for finding in findings)
 
     @property
     def _remedy(self) -> str:
         """Return advice for rounds without a learning signal."""
         reward_check = self.parts.rounds.reward_check(self.recorder.folder.path, self.state.rollout_id)
-        return self._collapse or self.state.signal.remedy(reward_check)
+        return self.state.signal.remedy(reward_check)
 
 
 def lasting_lack_of_signal(count: SignalCount, run: RunSettings, remedy: str) -> str:
-    """Warn about many consecutive rounds without a learning signal, or return the message if the run must stop."""
-    if count.in_a_row and count.in_a_row >= run.no_signal_rounds and run.on_no_signal == "stop":
-        return count.message_in_a_row(remedy)
-    if count.in_a_row == run.no_signal_rounds:
-        logger.warning(count.message_in_a_row(remedy))
-    return ""
+    """Return the message if the run must stop after many consecutive rounds without a learning signal, else ""."""
+    must_stop = run.on_no_signal == "stop" and count.in_a_row >= run.no_signal_rounds
+    return count.message_in_a_row(remedy) if count.in_a_row and must_stop else ""

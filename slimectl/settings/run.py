@@ -102,6 +102,10 @@ class RunSettings(Section):
     """What to do after no_signal_rounds consecutive rounds without a learning signal: all rewards equal, or equal
     within every group. The metric is rollout/no_signal. `stop` saves and exits with code 1."""
 
+    on_finding: Literal["log", "stop"] = "log"
+    """What to do when a finding of `slimectl diagnose` begins. `log` prints one line. `stop` also saves and exits with
+    code 1 if its severity is error."""
+
     on_data_change: Literal["warn", "stop"] = "stop"
     """What to do on resume if the data of `rollout.data` has changed since the checkpoint. The run continues at its
     position in the data, so prompts would repeat or be skipped. Changed data of [eval] is always only a warning."""

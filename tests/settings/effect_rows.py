@@ -361,6 +361,7 @@ ROWS: dict[str, Row] = {
     "run.max_reward_timeouts": elsewhere("stages/test_time_limits.py::"),
     "run.max_logprob_mismatch": running(1e-12),
     "run.on_logprob_mismatch": running("stop", run__max_logprob_mismatch=1e-12),
+    "run.on_finding": running("stop", score__custom_rm_path="{folder}/own.py:always", run__no_signal_rounds=1),
     "run.on_no_signal": running("stop", score__custom_rm_path="{folder}/own.py:always", run__no_signal_rounds=1),
     "run.on_data_change": elsewhere("cli/test_resume_elsewhere.py::test_changed_data"),
     "run.no_signal_rounds": running(1, score__custom_rm_path="{folder}/own.py:always"),

@@ -1,4 +1,4 @@
-"""The best evaluation, early stop, and collapses."""
+"""The best evaluation, and early stop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import pytest
 from workshop import Workshop
 
-from slimectl.stages.best import Collapse, Evaluations, find_collapse
+from slimectl.stages.best import Evaluations
 
 
 def evaluations(*values: float, error: float = 0.0, name: str = "eval/words_accuracy") -> list[tuple[int, dict]]:
@@ -31,35 +31,6 @@ def test_the_best_evaluation(name: str, values: tuple[float, ...], best: tuple[i
     history = evaluations(*values, name="eval/" + name.removeprefix("eval/"))
     compared = Evaluations(name, history)
     assert (compared.best, compared.since_best) == (best, since)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "accuracies", "error", "collapse"),
-    [
-        # The reported case: the accuracy was there and is gone.
-        ([0.9, 0.1], (0.875, 0.938, 0.0), 0.03, Collapse("eval/words_accuracy", 2, 0.938, 4, 0.0)),
-        ([], (0.2, 0.9, 0.5), 0.03, None),  # more than half of 0.9 is left
-        ([], (0.2, 0.06, 0.02), 0.06, None),  # 0.18 is less than two standard errors of both: 0.24
-        ([], (), 0.0, None),
-        # Rewards: means of three rounds, 0.8 at rounds 1 to 3 and 0.1 at rounds 5 to 7.
-        ([0.8, 0.9, 0.7, 0.5, 0.1, 0.2, 0.0], (), 0.0, Collapse("the mean reward", 2, 0.8, 7, 0.1)),
-        ([0.8, 0.9, 0.7, 0.5, 0.5, 0.4, 0.6], (), 0.0, None),  # 0.5 is more than half of 0.8
-        ([0.0, 0.1, 0.9, 0.8, 0.1, 0.0, 0.1], (), 0.0, None),  # the best three, 0.1 0.9 0.8, are not all above the last
-        ([-1.0, 2.0, 2.0, 2.0, -0.5, -0.5, -0.5], (), 0.0, Collapse("the mean reward", 3, 2.0, 7, -0.5)),  # low is -1
-        ([0.8, 0.8, 0.8, 0.0, 0.0], (), 0.0, None),  # too short to tell
-        ([0.1] * 9, (), 0.0, None),
-    ],
-)
-def test_a_collapse_is_what_was_there_and_is_gone(
-    rewards: list[float], accuracies: tuple[float, ...], error: float, collapse: Collapse | None
-):
-    found = find_collapse(list(enumerate(rewards, 1)), evaluations(*accuracies, error=error))
-    assert (found and found.name, found and (found.round, found.last_round)) == (
-        collapse and collapse.name,
-        collapse and (collapse.round, collapse.last_round),
-    )
-    if found and collapse:
-        assert (found.value, found.last) == pytest.approx((collapse.value, collapse.last))
 
 
 SCHEDULED = '''
