@@ -8,6 +8,7 @@
     ├── StorageError              exit 1   free space, or write elsewhere
     ├── DivergedError             exit 1   continue from the last checkpoint with other settings
     ├── OutOfMemoryError          exit 1   continue with settings that need less memory (`run` does this automatically)
+    ├── StalledError              exit 124 fix what is stuck, and continue from the last checkpoint
     └── BackendError              exit 4   start, reach or install the backend
         ├── DiedError             exit 4   restart from the last checkpoint (`run` does this automatically)
         └── MissingExtraError     exit 4   run the `pip install` command in the message
@@ -85,6 +86,12 @@ class OutOfMemoryError(SlimectlError):
     def __init__(self, message: str, settings: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
         self.settings = dict(settings or {})
+
+
+class StalledError(SlimectlError):
+    """A run made no progress for run.stall_timeout seconds."""
+
+    exit_code = 124  # as of timeout(1)
 
 
 class BackendError(SlimectlError):

@@ -23,6 +23,8 @@ from slimectl.types import (
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
+    from slimectl.system.processes import ProcessView
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 NamedTensors = Iterable[tuple[str, "Tensor"]]
@@ -451,6 +453,15 @@ class Commands(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ProcessLister(Protocol):
+    """An executor whose processes may be on other machines, or were not started by this process."""
+
+    def list_processes(self, *, stacks: bool) -> list[ProcessView]:
+        """Look at the processes, with their Python stacks if `stacks` is true."""
+        ...
 
 
 class Tracker(Protocol):

@@ -15,6 +15,7 @@ from slimectl.checkpoints.pickled import PickleFile, pickled_shards
 from slimectl.checkpoints.safetensors_io import SafetensorsFile, TensorMemory, TensorSpec
 from slimectl.checkpoints.stored_names import name_obstacle, plain_obstacle
 from slimectl.errors import CheckpointError
+from slimectl.system.liveness import note_progress
 from slimectl.system.model_files import check_file, plain_name, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -56,6 +57,7 @@ class HFWeights:
         return {name: files[0].forms()[name] for name, files in self._holders.items()}
 
     def get(self, name: str) -> Tensor:
+        note_progress()
         return self._holders[name][0].get(name)
 
     def conflicts(self, *, indexed: bool = True) -> Iterator[tuple[str, Path, Path]]:

@@ -104,7 +104,7 @@ class RoundInterrupt:
             raise Terminated(self._first) from error
 
     def _receive(self, number: int, _: Any) -> None:
-        if self._over:
+        if self._over or self._grace.is_broken_off:
             self._over = False
             self._grace.end()
             return

@@ -29,6 +29,7 @@ from slimectl.executors.child_processes import (
 )
 from slimectl.executors.rank_process import LOCALHOST, ConnectionPipe, RankInfo, host_store, run_rank
 from slimectl.protocols import Serve
+from slimectl.system.liveness import note_progress
 from slimectl.system.loopback import short_temporary_folders
 
 GRACE_S = 10.0
@@ -104,6 +105,7 @@ class RankGroupBase:
         ready = wait(list(pending.values()), timeout=min(LOOK_S, max(0.0, deadline - time.monotonic())))
         ready_ranks = [rank for rank, pipe in pending.items() if pipe in ready]
         for rank in ready_ranks:
+            note_progress()
             try:
                 yield rank, *pending[rank].recv()
             except (EOFError, OSError):

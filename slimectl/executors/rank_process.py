@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from slimectl.errors import SlimectlError
 from slimectl.protocols import RankPipe, Serve
 from slimectl.system.listening import interface
+from slimectl.system.liveness import expose
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -75,6 +76,7 @@ class _DriverGone(Exception):
 def run_rank(serve: Serve, build: Callable[[], Any], pipe: RankPipe, seat: RankInfo) -> None:
     """Join the group and serve until the pipe closes. An exception is sent to the driver."""
     faulthandler.enable()  # a crash in native code prints the Python stack into the rank's log
+    expose(f"rank {seat.rank}", describes=True)
     try:
         _join(seat)
         serve(build, pipe)

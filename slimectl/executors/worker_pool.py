@@ -23,6 +23,7 @@ from slimectl.executors.child_processes import blocked_in_helpers, leave_to_pare
 from slimectl.executors.rank_process import picklable_error
 from slimectl.executors.time_limits import reset_signals
 from slimectl.plugins.containment import ENDING, exit_at_once
+from slimectl.system.liveness import expose
 from slimectl.system.stdio import log_to_stderr
 
 STOP_SIGNAL = signal.SIGUSR2
@@ -268,6 +269,7 @@ def _set_up() -> None:
     print_at_once()
     reset_signals()
     signal.signal(STOP_SIGNAL, _exit)
+    expose("worker")
     leave_to_parent()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 

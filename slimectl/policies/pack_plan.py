@@ -24,6 +24,7 @@ from slimectl.data.routed_experts import routing_marks
 from slimectl.errors import RecordError
 from slimectl.policies.options import TrainerOptions
 from slimectl.policies.routed_experts import RoutingShape
+from slimectl.system.liveness import note_progress
 from slimectl.types import TokenBatch, TopTokens, TrainingSample
 
 Value = TypeVar("Value")
@@ -237,6 +238,7 @@ def plan_pack(
     `names` are the fields of rows that the loss reads, None for a pack without a loss. `vocabulary` is the number of
     tokens of the model.
     """
+    note_progress()
     tokens: list[int] = []
     positions: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
     spans: list[AttentionSpan] = []

@@ -20,17 +20,26 @@ class GracePeriod:
         self._shields = 0
         self._over = False
         self._is_done = False
+        self.is_broken_off = False
+        """Whether the next SIGINT is not from the user, but abandons the round. See `break_off`."""
         self._callbacks: list[Callable[[], None]] = []
 
     def when_over(self, callback: Callable[[], None]) -> None:
         """Call `callback` as soon as the time is over, even in a shielded block."""
         self._callbacks.append(callback)
 
+    def break_off(self) -> None:
+        """Let `end` raise RoundAbandoned even in a shielded block or after `finish`, because a part is stuck there."""
+        self.is_broken_off = True
+
     def end(self) -> None:
         """Raise RoundAbandoned now, or at the end of the shielded block."""
         self._over = True
         for callback in self._callbacks:
             callback()
+        if self.is_broken_off:
+            self.is_broken_off = self._over = False
+            raise RoundAbandoned
         self._raise_if_over()
 
     def finish(self) -> None:

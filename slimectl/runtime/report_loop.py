@@ -16,6 +16,7 @@ from slimectl.runtime.run_parts import RunParts
 from slimectl.settings.run import RunSettings
 from slimectl.stages.mismatch import LogProbCheck
 from slimectl.stages.signal import SignalCount
+from slimectl.system.liveness import note_progress
 from slimectl.system.stdio import logger, quantity
 from slimectl.types import Sample, StepReport
 
@@ -95,6 +96,7 @@ class ReportLoop:
     def _end_step(self, report: StepReport, samples: Sequence[Sample]) -> bool:
         """Record a step, and evaluate after a round. Return whether an interrupt ends the run here."""
         number = report.rollout_id
+        note_progress()
         with self.parts.grace.shielded():
             self.recorder.check_save()
             if report.last_step_of_round:

@@ -18,7 +18,7 @@ from slimectl.data.source_identity import check_data
 from slimectl.errors import DiedError, DivergedError
 from slimectl.hooks import check_hooks
 from slimectl.hooks.user_hooks import UserHooks
-from slimectl.protocols import NO_PROGRESS, Progress, StreamAbandoner
+from slimectl.protocols import NO_PROGRESS, ProcessLister, Progress, StreamAbandoner
 from slimectl.runtime import builders
 from slimectl.runtime.evaluator import Evaluator
 from slimectl.runtime.grace import GracePeriod, RoundAbandoned
@@ -27,6 +27,7 @@ from slimectl.runtime.recorder import RunRecorder
 from slimectl.runtime.report_loop import ReportLoop, Reports, abandonment
 from slimectl.runtime.rounds import RecordedRounds, SampledRounds
 from slimectl.runtime.run_parts import RunContext, build_parts
+from slimectl.runtime.stall_watch import StallWatch
 from slimectl.settings import Settings
 from slimectl.settings.keys import settings_toml
 from slimectl.stages.advantages import Models
@@ -69,6 +70,9 @@ class TrainingRun:
         self.recorder = RunRecorder(self.folder, settings, self.hooks)
         self.executor: Any = None
         self.state = TrainState()
+        self._watch = StallWatch(
+            settings, self.folder.path, self._resume_command, self.grace, may_exit=grace is not None
+        )
         check_hooks(settings)  # hooks are loaded before the run's folder is created
         for name in settings.eval.data:
             check_hooks(resolve_dataset_settings(settings, name), "rollout.", "score.")
@@ -107,6 +111,23 @@ class TrainingRun:
 
         Raises SettingsError if the folder holds a run, if a run is active there, or if it is not a run's folder.
         """
+        with self._watch, closing(self._reports(resume, force, lock, on_start)) as reports:
+            try:
+                while True:
+                    report = next(reports)
+                    with self._watch.paused():
+                        yield report
+            except StopIteration as end:
+                finished: bool = end.value
+            except (Exception, KeyboardInterrupt) as error:
+                if self._watch.error is None:
+                    raise
+                raise self._watch.error from error
+        if self._watch.error is not None:
+            raise self._watch.error
+        return finished
+
+    def _reports(self, resume: bool, force: bool, lock: Lock | None, on_start: Callable[[], None]) -> Reports:
         self.rounds.check_inputs()
         if not resume:
             self.folder.check_start()
@@ -133,6 +154,7 @@ class TrainingRun:
                 )
             ending.enter_context(log_to_file(self.folder.path / "log.txt"))
             on_start()
+            self._watch.start()
             if resume and (changes := [*changed_settings(self.settings, self.folder.path)]):
                 logger.info(f"resuming with changed settings: {', '.join(changes)}")
                 reports = self._keeping(changes)
@@ -182,6 +204,7 @@ class TrainingRun:
         executor = builders.executor(self.settings, logs=self.folder.path / "logs")
         if isinstance(executor, StreamAbandoner):
             self.grace.when_over(executor.abandon_streams)
+        self._watch.processes = executor if isinstance(executor, ProcessLister) else None
         with closing(executor):
             self.executor = builders.tracked_executor(executor, self.settings, self.folder.path)
             return (yield from self._run_with_restarts())
@@ -224,6 +247,7 @@ class TrainingRun:
             ending.callback(self.recorder.abandon_save)
         timeline.take()  # a warm-up has no rounds
         timeline.record("trainer", "load", started, round=self.state.rollout_id + 1)
+        self._watch.is_starting = False
         evaluator = Evaluator(parts)
         evaluator.before_rounds()
         self._expect_rounds()

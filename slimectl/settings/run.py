@@ -82,6 +82,12 @@ class RunSettings(Section):
     """Seconds to finish the round after SIGTERM or SIGHUP (Slurm and Kubernetes kill after 30 by default). Then the
     round is abandoned, and the state of the previous round is saved. Ctrl-C waits for the round."""
 
+    stall_timeout: Annotated[float, Field(gt=0)] | None = 1800.0
+    """Seconds without progress after which the run ends with exit code 124, names the part that is stuck and writes all
+    stacks to logs/stall.log. Progress is any sampled token, graded call, training pack, tensor that is pushed, read or
+    saved, and CPU time of compilers and agents' programs. A long round is not a stall. Choose more than your own limits
+    for single calls (rollout.tool_timeout_s, score.wall_timeout_s). none turns the watch off."""
+
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """Restarts from the last checkpoint after a training rank dies."""
 

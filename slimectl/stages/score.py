@@ -24,6 +24,7 @@ from slimectl.stages.grader import Grader, as_batched
 from slimectl.stages.grading_calls import GradingCalls
 from slimectl.stages.teachers import AlignedTeacher
 from slimectl.stages.text_responses import prompt_of
+from slimectl.system.liveness import note_progress
 from slimectl.system.stdio import logger
 from slimectl.types import Prompt, Sample, Status, TopTokens, TrainingSample
 
@@ -150,6 +151,7 @@ def _grade_samples(
     grader = as_batched(reward)
     calls = GradingCalls(grader, settings, executor)
     for call, result in calls.results(grader.calls(samples)):
+        note_progress()
         if skip is not None and isinstance(result, RecordError):
             for sample in call:
                 if len(call) == 1 or settings.group_rm:

@@ -8,6 +8,7 @@ import os
 import secrets
 import stat
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -65,6 +66,14 @@ def remove_orphans() -> None:
                         path.unlink()
                 finally:
                     os.close(lock)
+
+
+def remove_blocks_of(pids: Collection[int]) -> None:
+    """Remove the blocks of processes that are about to end without closing them."""
+    for pid in pids:
+        for path in FOLDER.glob(f"{PREFIX}{pid}_*"):
+            with suppress(OSError):
+                path.unlink()
 
 
 def check_writable() -> None:

@@ -357,6 +357,7 @@ ROWS: dict[str, Row] = {
     "run.keep_samples": running(True),
     "run.profile": running([1, 1]),
     "run.grace_s": elsewhere("stages/test_signals.py::"),
+    "run.stall_timeout": elsewhere("runtime/test_stalls.py::"),
     "run.max_restarts": elsewhere("stages/test_faults.py::"),
     "run.max_reward_timeouts": elsewhere("stages/test_time_limits.py::"),
     "run.max_logprob_mismatch": running(1e-12),

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from slimectl.agents.environments.port import Action, Environment, Task
 from slimectl.errors import BackendError, SettingsError, SlimectlError
 from slimectl.plugins.registry import ENVIRONMENTS
+from slimectl.system.liveness import expose
 
 PR_SET_PDEATHSIG = 1
 PARENT_CHECK_S = 5.0
@@ -39,6 +40,7 @@ def main(path: str) -> NoReturn:
     commands = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     specification = json.loads(_line(commands))
+    expose("environment")
     try:
         environment = load(**specification)
         counts = {split: environment.count(split) for split in ("train", "eval")}

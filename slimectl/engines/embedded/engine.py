@@ -31,6 +31,7 @@ from slimectl.engines.embedded.weights import FileTensor
 from slimectl.engines.limits import check_ids, check_prompt, check_tokens
 from slimectl.errors import BackendError, SettingsError
 from slimectl.protocols import OnTokens
+from slimectl.system.liveness import note_progress
 from slimectl.types import AllowedTokens, Completion, Grammar, ImageSource, SamplingParams
 
 MOST_GRAMMARS = 8
@@ -425,6 +426,7 @@ class EmbeddedEngine:
     def _step(self) -> list[RunningSequence]:
         if not self._intake.whole:
             raise BackendError("the embedded engine lost its weights in a failed update. Load all weights again.")
+        note_progress()
         return self._runner.step(self._intake.version)
 
     def _deliver(self, sequence: RunningSequence) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from slimectl.engines.embedded.linear import Storage
 from slimectl.engines.embedded.weights import FileTensor, NamedTensors, TensorSlot
 from slimectl.errors import CheckpointError
+from slimectl.system.liveness import note_progress
 
 
 class WeightStore(Protocol):
@@ -73,6 +74,7 @@ class WeightLoader:
         def mark_incomplete() -> Iterator[tuple[str, Tensor | FileTensor]]:
             for item in tensors:  # if the source cannot be opened, the old weights stay whole
                 self.usable, self._missing = False, all_names
+                note_progress()
                 yield item
 
         missing = all_names - self._weights.write(mark_incomplete())

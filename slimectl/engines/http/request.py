@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slimectl.protocols import OnTokens
+from slimectl.system.liveness import note_progress
 from slimectl.types import Completion, EngineTimes, SamplingParams, TopTokens
 
 NO_WEIGHTS = "unpushed"
@@ -78,6 +79,7 @@ class PendingRequest:
 
     def add(self, tokens: Sequence[int], log_probs: Sequence[float], tops: Sequence[TopTokens] = ()) -> None:
         """Append new tokens, and end the response at the first stop token among them."""
+        note_progress()
         count_before = len(self.tokens)
         if tokens and not count_before:
             self.first_token = time.perf_counter()

@@ -21,6 +21,7 @@ from slimectl.engines.supervisor.bootstrap.cleanup import OWN_TMP, kill_group, m
 from slimectl.errors import BackendError
 from slimectl.system.event_loop import run_coroutine
 from slimectl.system.http import get
+from slimectl.system.liveness import note_progress
 from slimectl.system.loopback import bypass_proxies, scratch_folder
 from slimectl.system.stdio import logger
 
@@ -234,6 +235,7 @@ class ServerProcess:
     def _wait_until_ready(self, process: subprocess.Popen[bytes], url: str, deadline: float) -> bool:
         """Wait until the server is ready. Return False if it died, was stopped, or timed out."""
         while process.poll() is None and self._should_run and time.monotonic() < deadline:
+            note_progress()  # the start has a time limit of its own
             ready = self._is_ready(url) and process.poll() is None
             self._segments |= segments(
                 members(process.pid), self.program.leaves

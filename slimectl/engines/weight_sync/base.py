@@ -28,6 +28,7 @@ from slimectl.protocols import (
     WeightSync,
     WeightUpdateClient,
 )
+from slimectl.system.liveness import note_progress
 from slimectl.system.stdio import logger
 from slimectl.system.timeline import timeline
 from slimectl.types import Metrics
@@ -60,6 +61,7 @@ def targets(tensors: NamedTensors, precision: Precision) -> Iterator[tuple[str, 
     else:
         dtype, tensors = precision.dtype, precision(tensors)
     for name, tensor in tensors:
+        note_progress()
         is_cast = tensor.is_floating_point() and tensor.element_size() > 1 and not name.endswith(KEEP_FLOAT32)
         yield name, tensor.detach(), dtype if dtype is not None and is_cast else tensor.dtype
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ from slimectl.executors.local import map_here
 from slimectl.executors.rank_group import GRACE_S
 from slimectl.executors.ray.actors import THREADS, Host, ObjectActor, Proxy, hosted_call
 from slimectl.executors.ray.cluster import DriverEnvironment, connect, disconnect, machine_addresses, ray
-from slimectl.executors.ray.failures import kill, wait_for_news
+from slimectl.executors.ray.failures import kill, processes_at, wait_for_news
 from slimectl.executors.ray.placement_group import WAIT_S, PlacedBundles
 from slimectl.executors.ray.pool import Pool
 from slimectl.executors.ray.rank_group import RayRanks, started
@@ -26,6 +27,7 @@ from slimectl.executors.time_limits import Limited, wall_limit
 from slimectl.planner.placement import Placement
 from slimectl.protocols import Serve
 from slimectl.system.loopback import bypass_proxies
+from slimectl.system.processes import ProcessView
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -134,6 +136,15 @@ class RayExecutor:
             return map_here(fn, items)
         limited = Limited(fn, prepare, timeout_s, wall_limit(timeout_s, wall_timeout_s))
         return self._pool.map(limited, items, workers=workers)
+
+    def list_processes(self, *, stacks: bool) -> list[ProcessView]:
+        """Implement protocols.ProcessLister: look at every actor and what it started, on its machine."""
+        places = [host.location for host in list(self._hosts.values())] + self._pool.locations()
+        places += [place for group in self._groups for place in group.locations]
+        pids: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for place in places:
+            pids[place.node, place.address].append(place.pid)
+        return [view for machine in pids for view in processes_at(*machine, pids[machine], stacks=stacks)]
 
     def close(self) -> None:
         """Close the hosted objects, end every actor, and leave the cluster, or stop it if it was started here."""

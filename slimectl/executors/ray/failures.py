@@ -7,11 +7,13 @@ import os
 import signal
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slimectl.executors.child_processes import tail
 from slimectl.executors.ray.cluster import ActorLocation, ray
+from slimectl.system.processes import STACK_S, ProcessView, descendants, look_at
 
 LOOK_S = 1.0
 """Seconds to wait for a machine to answer."""
@@ -71,6 +73,23 @@ def tail_at(log: Path | None, location: ActorLocation) -> str:
         return str(ray.get(reference, timeout=LOOK_S + LEAVE_S))
     except ray.exceptions.RayError:
         return ""
+
+
+def processes_at(node: str, address: str, pids: list[int], *, stacks: bool) -> list[ProcessView]:
+    """Look at processes, and at what they started, on this machine or on another one of the cluster."""
+    if address == ray.util.get_node_ip_address():
+        return look_at_all(pids, stacks)
+    if not is_alive(node):
+        return []
+    pinned = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+    remote: Any = ray.remote(look_at_all)
+    look = remote.options(num_cpus=0, max_retries=0, scheduling_strategy=pinned)
+    views = ray.get(look.remote(pids, stacks), timeout=LOOK_S + STACK_S * (1 + len(pids)))
+    return [replace(view, machine=address) for view in views]
+
+
+def look_at_all(pids: list[int], stacks: bool) -> list[ProcessView]:
+    return look_at([each for pid in pids for each in (pid, *descendants(pid))], stacks=stacks)
 
 
 def kill(actors: list[Any], places: list[ActorLocation]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from slimectl.executors.ray.cluster import ActorLocation, DriverEnvironment, ray
 from slimectl.executors.ray.failures import death_reason, kill
 from slimectl.executors.ray.rank_group import started
 from slimectl.executors.time_limits import CPU_SIGNAL, WALL_SIGNAL, WARM_UP_S, Limited, overrun
+from slimectl.system.liveness import expose
 
 IN_HAND = 4
 """Items per worker that are read from the input before their results are consumed."""
@@ -30,6 +32,7 @@ class PoolActor:
 
     def enter(self, environment: DriverEnvironment) -> ActorLocation:
         environment.enter(None)
+        expose("worker")
         return ActorLocation.here()
 
     def take(self, fn: bytes) -> None:
@@ -66,6 +69,7 @@ class Pool:
     def __init__(self, environment: DriverEnvironment) -> None:
         self._environment = environment
         self._idle: list[Worker] = []
+        self._workers: weakref.WeakSet[Worker] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def map(self, fn: Limited, items: Iterable[Any], *, workers: int) -> Iterator[Any]:
@@ -94,6 +98,7 @@ class Pool:
         try:
             locations = started([actor.enter.remote(self._environment) for actor in actors], f"{len(actors)} workers")
             acquired += [Worker(actor, place) for actor, place in zip(actors, locations, strict=True)]
+            self._workers.update(acquired)
             ray.get([worker.actor.take.remote(fn) for worker in acquired])
         except ray.exceptions.RayTaskError as error:
             kill(actors, [])
@@ -106,6 +111,10 @@ class Pool:
     def give_back(self, workers: Iterable[Worker]) -> None:
         with self._lock:
             self._idle += workers
+
+    def locations(self) -> list[ActorLocation]:
+        """Return where the workers run."""
+        return [worker.location for worker in self._workers]
 
     def close(self) -> None:
         with self._lock:

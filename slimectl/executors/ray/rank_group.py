@@ -61,7 +61,7 @@ class RayRanks(RankGroupBase):
         super().__init__(len(places), log_files(logs, len(places), living))
         self._actors: list[Any] = []
         self._lives: list[Any] = []
-        self._locations: list[ActorLocation] = []
+        self.locations: list[ActorLocation] = []
         try:
             self._start(cloudpickle.dumps((serve, build)), places, environment)
         except BaseException:
@@ -73,9 +73,9 @@ class RayRanks(RankGroupBase):
         logs: Sequence[Path | None] = self._logs or [None] * self.ranks
         self._actors = [actor_class.options(num_cpus=0, max_restarts=0, **place).remote() for place in places]
         references = [actor.enter.remote(environment, log) for actor, log in zip(self._actors, logs, strict=True)]
-        self._locations = started(references, f"{self.ranks} rank actors")
+        self.locations = started(references, f"{self.ranks} rank actors")
         driver_address = ray.util.get_node_ip_address()
-        alone = all(place.address == driver_address for place in self._locations)
+        alone = all(place.address == driver_address for place in self.locations)
         host = LOCALHOST if alone else driver_address
         # The driver hosts the store, so that its port is bound before any rank connects.
         self._store = host_store(host)
@@ -87,9 +87,9 @@ class RayRanks(RankGroupBase):
             self._pipes = self._accept_ranks(server, token)
 
     def _seats(self, host: str) -> Iterator[RankInfo]:
-        machines = Counter(place.node for place in self._locations)
+        machines = Counter(place.node for place in self.locations)
         local_ranks: Counter[str] = Counter()
-        for rank, place in enumerate(self._locations):
+        for rank, place in enumerate(self.locations):
             local = local_ranks[place.node]
             local_ranks[place.node] += 1
             # Ray shows an actor only its own GPU.
@@ -121,13 +121,13 @@ class RayRanks(RankGroupBase):
 
     def _ended_ranks(self) -> Iterator[int]:
         ended, _ = ray.wait(self._lives, num_returns=len(self._lives), timeout=0)
-        lost = {node for node in {place.node for place in self._locations} if not is_alive(node)}
-        for rank, (life, place) in enumerate(zip(self._lives, self._locations, strict=True)):
+        lost = {node for node in {place.node for place in self.locations} if not is_alive(node)}
+        for rank, (life, place) in enumerate(zip(self._lives, self.locations, strict=True)):
             if life in ended or place.node in lost:
                 yield rank
 
     def _ending(self, rank: int) -> str:
-        location, error = self._locations[rank], None
+        location, error = self.locations[rank], None
         if is_alive(location.node):
             try:
                 ray.get(self._lives[rank], timeout=GRACE_S)
@@ -136,12 +136,12 @@ class RayRanks(RankGroupBase):
         return f"on {location}: {death_reason(error, location)}"
 
     def _tail(self, rank: int) -> str:
-        return tail_at(self._logs[rank], self._locations[rank]) if self._logs else ""
+        return tail_at(self._logs[rank], self.locations[rank]) if self._logs else ""
 
     def _reap(self, deadline: float) -> None:
         if self._lives:
             ray.wait(self._lives, num_returns=len(self._lives), timeout=max(0.0, deadline - time.monotonic()))
-        kill(self._actors, self._locations)
+        kill(self._actors, self.locations)
 
 
 def started(references: list[Any], description: str) -> list[ActorLocation]:

@@ -56,6 +56,7 @@ from slimectl.policies.pack_plan import PackPlan, Value, plan_packs
 from slimectl.policies.recompute import Recompute
 from slimectl.policies.saving import SaveStreams, StreamSaver, reads_moments
 from slimectl.protocols import Adapter, CheckpointFormat, NamedTensors
+from slimectl.system.liveness import note_progress
 from slimectl.system.model_files import trainer_folder
 from slimectl.types import Loss, Metrics, TrainingSample
 
@@ -442,6 +443,7 @@ class FsdpTrainer(StreamSaver):
 
     def _gather(self, name: str, local: Tensor) -> Tensor:
         """Return the full tensor of `local`, which is sharded like parameter `name`. Collective over all ranks."""
+        note_progress()
         local = local.to(self.device)
         if self.masters.mesh is None or name in self.masters.buffers:
             return local

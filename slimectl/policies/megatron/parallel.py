@@ -17,6 +17,7 @@ from slimectl.architectures.parallel import SETTINGS, ParallelLayout, problems
 from slimectl.errors import BackendError, SettingsError
 from slimectl.policies.megatron.batch import MicroBatch
 from slimectl.policies.metrics import merge_metrics, read_metrics
+from slimectl.system.liveness import note_progress
 from slimectl.types import Metrics
 
 _active_layout: ParallelLayout | None = None
@@ -141,6 +142,7 @@ def run(
     """
 
     def step(batches: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        note_progress()
         batch = next(batches)
         hidden = forward(batch, next(i for i, candidate in enumerate(chunks) if candidate is chunk))
 

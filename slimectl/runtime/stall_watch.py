@@ -1,0 +1,179 @@
+"""Ends a run that makes no progress, and names the part that is stuck."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from slimectl.errors import StalledError
+from slimectl.protocols import ProcessLister
+from slimectl.runtime.grace import GracePeriod
+from slimectl.runtime.stall_cause import StallCause, report
+from slimectl.settings import Settings
+from slimectl.system import stdio
+from slimectl.system.liveness import own_stacks, progress_count
+from slimectl.system.processes import ProcessView, descendants, kill_descendants, look_at
+from slimectl.system.redaction import redact_text
+from slimectl.system.shared_memory import remove_blocks_of
+from slimectl.system.stdio import logger
+
+LOOK_S = 5.0
+"""Maximum seconds between looks."""
+LOOKS = 10
+"""Minimum number of looks before a run counts as stalled."""
+IO_BYTES = 1 << 20
+"""Bytes that a process reads or writes between two looks if it loads a model or writes a checkpoint."""
+CPU_SHARE = 0.1
+"""Share of a core that a process uses if it works."""
+BUSY_RATE = 0.25
+"""Rate at which time counts while a process of slimectl works but does not note any progress."""
+END_S = 30.0
+"""Seconds without progress that the run gets to save and to end after a stall."""
+SERVER = "SLIMECTL_PARENT"
+"""Environment variable of servers and their processes. They use the CPU while they wait."""
+
+
+class StallWatch:
+    """Ends the run after `run.stall_timeout` seconds without progress. A context manager, which ends its thread.
+
+    Progress is any of: a call of liveness.note_progress in a process of the run, IO_BYTES read or written by one, and
+    CPU time of programs that are not slimectl's own, such as compilers. Time in which this process was stopped does not
+    count. Time in which slimectl's own processes compute counts by BUSY_RATE, because it may be an endless loop or a
+    long import. Ranks compute while they wait for a GPU, so this holds for them only until `is_starting` is false.
+    `error` is set after a stall, and the main thread gets a SIGINT. If it does not end then and `may_exit` is
+    true, everything that the run started is killed, and this process exits.
+    """
+
+    def __init__(
+        self, settings: Settings, folder: Path, resume_command: str, grace: GracePeriod, *, may_exit: bool
+    ) -> None:
+        self.error: StalledError | None = None
+        self.processes: ProcessLister | None = None
+        """Lists processes of the run that this process did not start."""
+        self.is_starting = True
+        self._settings, self._folder, self._resume_command = settings, folder, resume_command
+        self._grace, self._may_exit = grace, may_exit
+        self._ended = threading.Event()
+        self._is_paused = False
+        self._thread = threading.current_thread()
+        self._own_count, self._own_cpu_s = progress_count(), time.process_time()
+        self._views: dict[tuple[str, int], ProcessView] | None = None
+
+    def __enter__(self) -> StallWatch:
+        return self
+
+    def start(self) -> None:
+        """Start to watch, once the run's folder exists."""
+        if self._settings.run.stall_timeout is not None:
+            threading.Thread(target=self._watch, name="stall watch", daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count no time in the block, in which the caller works and not the run."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def _watch(self) -> None:
+        timeout_s = self._settings.run.stall_timeout
+        assert timeout_s is not None
+        self._wait_for_silence(timeout_s, self._ended)
+        if self._ended.is_set():
+            return
+        self._name_cause(timeout_s)
+        if self._thread is not threading.main_thread():
+            return  # signals are handled in the main thread only
+        self._grace.break_off()
+        signal.pthread_kill(self._thread.ident or 0, signal.SIGINT)
+        if self._may_exit:
+            self._wait_for_silence(END_S, threading.Event())
+            self._exit()
+
+    def _wait_for_silence(self, limit_s: float, ended: threading.Event) -> None:
+        """Return when there was no progress for `limit_s` seconds, or when the run has ended."""
+        look_s = min(LOOK_S, limit_s / LOOKS)
+        silent_s, last = 0.0, time.monotonic()
+        while silent_s < limit_s:
+            if ended.wait(look_s):
+                return
+            now = time.monotonic()
+            # A process that was stopped, or a machine that slept, has missed looks.
+            elapsed_s, last = min(now - last, 2 * look_s), now
+            rate = self._silence(look_s)
+            silent_s = 0.0 if self._is_paused or not rate else silent_s + rate * elapsed_s
+
+    def _silence(self, look_s: float) -> float:
+        """Return the rate at which the time since the last look counts as silence: 0 after any progress."""
+        count, cpu_s = progress_count(), time.process_time()
+        has_progressed, is_busy = count != self._own_count, cpu_s - self._own_cpu_s >= CPU_SHARE * look_s
+        self._own_count, self._own_cpu_s = count, cpu_s
+        if has_progressed:
+            return 0.0
+        earlier, self._views = self._views, {(view.machine, view.pid): view for view in self._look()}
+        rates = [BUSY_RATE if is_busy else 1.0]
+        if earlier is not None:
+            rates += [self._rate(earlier.get(key), view, look_s) for key, view in self._views.items()]
+        return min(rates)
+
+    def _rate(self, before: ProcessView | None, now: ProcessView, look_s: float) -> float:
+        """Return 0 if a process has made progress since the last look, BUSY_RATE if it only used the CPU, else 1."""
+        is_ray = not now.name and "ray" in now.command.split("/") and "default_worker" not in now.command
+        if SERVER in now.variables or is_ray:
+            return 1.0  # servers and the daemons of Ray use the CPU while they wait
+        progress, io_bytes, cpu_s = (before.progress, before.io_bytes, before.cpu_s) if before else (0, 0, 0.0)
+        if now.progress != progress or now.io_bytes - io_bytes >= IO_BYTES:
+            return 0.0
+        if now.cpu_s - cpu_s < CPU_SHARE * look_s or (now.name.startswith("rank ") and not self.is_starting):
+            return 1.0
+        return BUSY_RATE if now.name else 0.0
+
+    def _look(self, *, stacks: bool = False) -> list[ProcessView]:
+        """Look at the processes of the run, except this one."""
+        views = look_at(descendants(os.getpid()), stacks=stacks)
+        if self.processes is not None:
+            local_pids = {view.pid for view in views}
+            with suppress(Exception):  # a cluster that does not answer makes no progress
+                listed = self.processes.list_processes(stacks=stacks)
+                views += [view for view in listed if view.machine or view.pid not in local_pids]
+        return views
+
+    def _name_cause(self, timeout_s: float) -> None:
+        """Set the error, and write the stacks of all processes into the run's folder."""
+        children = self._look(stacks=True)
+        [view] = look_at([os.getpid()]) or [ProcessView(os.getpid(), 0, "slimectl", "", 0.0, 0)]
+        driver = replace(view, name="the run's own process", stacks=own_stacks())
+        try:
+            cause = redact_text(str(StallCause(driver, children, self._settings)))
+        except Exception as error:
+            cause = f"the cause is not known ({type(error).__name__}: {error})"
+        lines = [f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC: no progress for {timeout_s:g} s: {cause}", ""]
+        file = self._folder / "logs" / "stall.log"
+        message = f"no progress for {timeout_s:g} s (run.stall_timeout): {cause}. Stacks: {file}"
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8") as stream:
+                stream.writelines(f"{line}\n" for line in [*lines, *map(redact_text, report(driver, children))])
+        self.error = StalledError(f"{message}. Continue with: {self._resume_command}")
+        logger.warning(f"no progress for {timeout_s:g} s: {cause}. The run ends")
+
+    def _exit(self) -> None:
+        """End this process and everything that the run started."""
+        assert self.error is not None
+        if not self._ended.is_set():  # the command has not printed the error
+            stdio.draw_below("")
+            stdio.say(f"slimectl: {self.error}")
+        killed = kill_descendants()
+        remove_blocks_of({*killed, os.getpid()})
+        os._exit(self.error.exit_code)
