@@ -146,6 +146,23 @@ class BackgroundSaver(Protocol):
         ...
 
 
+@runtime_checkable
+class PackProber(Protocol):
+    """A policy or critic that measures how many tokens fit into a pack (train.max_tokens_per_gpu = auto)."""
+
+    def measure_pack(self, rows: Sequence[TrainingSample], loss: Loss, tokens: int) -> float | None:
+        """Compute rows forward and backward, in packs of so many tokens for each GPU, and discard the gradients.
+
+        Returns the largest share of a rank's memory in use, or None if memory ran out. Reserves memory for the
+        optimizer until `limit_packs`.
+        """
+        ...
+
+    def limit_packs(self, tokens: int) -> None:
+        """Limit packs to so many tokens for each GPU."""
+        ...
+
+
 class PreStepHook(Protocol):
     """A policy with a call before every optimizer step, for hooks on its ranks."""
 

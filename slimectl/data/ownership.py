@@ -50,14 +50,14 @@ CHECKPOINT_FILES = re.compile(f"{STEP}|{MODEL}")
 """Relative paths of the files of a step, a model or a warm-up, for folders whose manifest does not list them."""
 
 MODELS = ("model", "warmup")
-WRITTEN = r"step_\d{6,}|model|warmup|latest|best|run\.toml|manifest\.json|track\.json"
+WRITTEN = r"step_\d{6,}|model|warmup|latest|best|run\.toml|manifest\.json|track\.json|memory\.json"
 """Entries of a run folder that are written under a temporary name first."""
 
 TRACKER_FILES = [part.facts["files"] for part in TRACKERS.parts.values() if "files" in part.facts]
 """Files that slimectl's trackers write into a run folder. Files of trackers from other packages are the user's."""
 
 RUN_FILES = re.compile(
-    rf"run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt|track\.json|latest|best"
+    rf"run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt|(track|memory)\.json|latest|best"
     rf"|\.tmp-({WRITTEN})(\.\d+|/.+)?|step_\d{{6,}}/\.tmp-(state\.json|(samples|train_data)\.jsonl)|reference/\.tmp-\d+/.+"
     rf"|step_\d{{6,}}/\.samples\.jsonl\.index\.npz(\.\d+)?|eval/\.[^/]+\.index\.npz(\.\d+)?"
     rf"|step_\d{{6,}}/{STEP}|(model|reference/\d+)/{MODEL}|warmup/({MODEL}|{STEP})"
@@ -76,7 +76,7 @@ UNSIGNED = re.compile(rf"{re.escape(LOCK)}|\.tmp-{re.escape(MANIFEST)}(\.\d+)?")
 
 STEP_FOLDER = re.compile(r"step_\d{6,}")
 RUN_NAMES = re.compile(
-    rf"{STEP_FOLDER.pattern}|run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt|track\.json"
+    rf"{STEP_FOLDER.pattern}|run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt|(track|memory)\.json"
     rf"|model|warmup|reference|eval|logs|profile|weights|{'|'.join(files.partition('/')[0] for files in TRACKER_FILES)}"
 )
 

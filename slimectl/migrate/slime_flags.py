@@ -142,7 +142,7 @@ COMPUTED: dict[str, Callable[[Settings], Any]] = {
     "eval_reward_key": lambda settings: settings.eval.reward_key or settings.score.reward_key,
     "global_batch_size": lambda settings: settings.rollouts_per_step,
     "load": _run_folder,
-    "log_probs_max_tokens_per_gpu": lambda settings: settings.train.max_tokens_per_gpu,
+    "log_probs_max_tokens_per_gpu": lambda settings: settings.train.pack_tokens,
     "loss_type": _loss_type,
     **dict.fromkeys(("offload", "offload_rollout", "offload_train"), lambda settings: settings.cluster.colocate),
     "opd_type": _opd_type,

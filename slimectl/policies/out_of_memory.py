@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from slimectl.errors import OutOfMemoryError
 from slimectl.planner.devices import count_pack_split
 from slimectl.policies.options import TrainerOptions
 from slimectl.policies.pack_plan import PackPlan
 from slimectl.system.stdio import logger
-from slimectl.types import TrainingSample
+from slimectl.types import Loss, Metrics, TrainingSample
 
 Result = TypeVar("Result")
 
 SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """Parts of the messages of RuntimeErrors for memory, from CUDA, torch's allocator for CPUs and cuBLAS."""
-RECOMPUTE = {"train.recompute_granularity": "full"}
+RECOMPUTE = {"train.gradient_checkpointing": True}
+STATE_BYTES = {"float32": 8, "bfloat16": 4, "int8": 3}
+"""Bytes of the moments of a parameter, at most."""
 MOST_LEFT_OUT = 0.1
 """Share of the samples of a step that may be left out because they do not fit alone. One always may."""
 LAST_RESORT = (
@@ -63,6 +69,10 @@ def divided(options: TrainerOptions, plan: PackPlan, ranks: int = 1) -> TrainerO
     return replace(options, max_tokens_per_pack=max(1, plan.computed_tokens(padded=batching.padded) // (2 * ranks)))
 
 
+class PackTooLargeError(Exception):
+    """A pack that is measured does not fit."""
+
+
 class PackFitter:
     """Computes packs in the memory that there is.
 
@@ -84,6 +94,7 @@ class PackFitter:
         self._retries, self._recompute, self._ranks = retries, recompute, ranks
         self._is_full = planning.recompute.granularity == "full"
         self._start = self._settings
+        self._probing = False
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -103,7 +114,7 @@ class PackFitter:
             return
         fit = packs["fit"]
         self.limit(fit.get("train.max_tokens_per_gpu"), fit.get("train.micro_batch_size"))
-        if fit.get("train.recompute_granularity") and self._recompute and not self._is_full:
+        if fit.get("train.gradient_checkpointing") and self._recompute and not self._is_full:
             self._turn_on_recomputation()
 
     def limit(self, tokens: int | None = None, size: int | None = None) -> None:
@@ -112,6 +123,21 @@ class PackFitter:
             self.planning = replace(self.planning, max_tokens_per_pack=tokens)
         if size is not None:
             self.planning = replace(self.planning, batching=replace(self.planning.batching, micro_batch_size=size))
+
+    def begin(self, tokens: int) -> None:
+        """Begin with packs of so many tokens for each rank, which were measured."""
+        self.limit(tokens)
+        self._start = self._settings
+
+    @contextmanager
+    def probing(self, tokens: int) -> Iterator[None]:
+        """Use packs of so many tokens in the block. Raises PackTooLargeError or OutOfMemoryError."""
+        planning, self._probing = self.planning, True
+        self.limit(tokens)
+        try:
+            yield
+        finally:
+            self.planning, self._probing = planning, False
 
     def compute(self, work: Callable[[], Result], plan: PackPlan, *, trains: bool) -> Result | None:
         """Return the result of `work` on a pack. If it does not fit, adapt to that and return None.
@@ -125,6 +151,8 @@ class PackFitter:
 
     def adapt(self, plans: Sequence[PackPlan], *, trains: bool) -> None:
         """Make one of these packs need less memory. Raises OutOfMemoryError if other ranks or settings have to."""
+        if self._probing and self._retries:
+            raise PackTooLargeError
         plan = max(plans, key=lambda plan: (len(plan.rows) > 1, len(plan.tokens_T)))
         tokens = plan.computed_tokens(padded=self.planning.batching.padded)
         kind = "training" if trains else "scoring"
@@ -135,11 +163,11 @@ class PackFitter:
         elif trains and not self._is_full and plan.rows:
             fault = f"out of memory in training {_name(plan)} of {tokens} tokens alone"
             if not self._retries or self._recompute is None:
-                raise OutOfMemoryError(f'{fault}. Set train.recompute_granularity = "full"', RECOMPUTE)
+                raise OutOfMemoryError(f"{fault}. Set train.gradient_checkpointing = true", RECOMPUTE)
             self._turn_on_recomputation()
             logger.warning(
                 f"{fault}. Its activations are recomputed from now on. To avoid this, set"
-                ' train.recompute_granularity = "full"'
+                " train.gradient_checkpointing = true"
             )
         elif trains and self._retries and plan.rows:
             self.left_out += plan.rows
@@ -175,6 +203,71 @@ class PackFitter:
                 f"out of memory in training {missing} of the {len(rows)} samples of a step alone. {LAST_RESORT}"
             )
         return kept
+
+
+class MeasuresPacks(ABC):
+    """Base class of trainers that implement protocols.PackProber."""
+
+    fitter: PackFitter
+    device: torch.device
+    ranks: int
+    _reserved: Tensor | None = None
+    """Memory that the optimizer will need after the first update."""
+
+    @abstractmethod
+    def forward_backward(self, rows: Sequence[TrainingSample], loss: Loss) -> Metrics: ...
+
+    @abstractmethod
+    def _drop_gradients(self) -> None:
+        """Begin a step without gradients."""
+
+    @abstractmethod
+    def _optimizers(self) -> Iterable[torch.optim.Optimizer]:
+        """Return the optimizers, whose states may not exist yet."""
+
+    def measure_pack(self, rows: Sequence[TrainingSample], loss: Loss, tokens: int) -> float | None:
+        """Implement protocols.PackProber.measure_pack."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        fits = True
+        try:
+            with self.fitter.probing(tokens):
+                if self._reserved is None:
+                    self._reserved = torch.empty(self._missing_bytes(), dtype=torch.uint8, device=self.device)
+                self.forward_backward(rows, loss)
+        except PackTooLargeError:
+            fits = False
+        self._drop_gradients()
+        share = torch.tensor(_used_share(self.device) if fits else float("inf"), device=self.device)
+        if self.ranks > 1:
+            dist.all_reduce(share, dist.ReduceOp.MAX)
+        return share.item() if share.isfinite() else None
+
+    def limit_packs(self, tokens: int) -> None:
+        """Implement protocols.PackProber.limit_packs."""
+        self._reserved = None
+        self.fitter.begin(tokens)
+
+    def _missing_bytes(self) -> int:
+        """Return the bytes of moments on the device that optimizers create in their first update."""
+        bytes_each = STATE_BYTES[self.fitter.planning.optimizer.state_dtype]
+        return sum(
+            bytes_each * parameter.numel()
+            for optimizer in self._optimizers()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.device == self.device and not optimizer.state.get(parameter)
+        )
+
+
+def _used_share(device: torch.device) -> float:
+    """Return the share of a GPU's memory that is in use by other processes, and was at most by this one."""
+    if device.type != "cuda":
+        return 0.0
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return float((others + torch.cuda.max_memory_reserved(device)) / total)
 
 
 def _name(plan: PackPlan) -> str:

@@ -32,8 +32,8 @@ def _locked(name: str) -> Any:
 class LockedPolicy:
     """protocols.Policy with a lock, so that a restarted engine can read weights while training continues.
 
-    `values`, `before_step`, `consume_adapter`, `reset_optimizer` and the saves in the background need a policy that has
-    them.
+    `values`, `before_step`, `measure_pack`, `limit_packs`, `consume_adapter`, `reset_optimizer` and the saves in the
+    background need a policy that has them.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -49,6 +49,8 @@ class LockedPolicy:
     values = _locked("values")
     forward_backward = _locked("forward_backward")
     before_step = _locked("before_step")
+    measure_pack = _locked("measure_pack")
+    limit_packs = _locked("limit_packs")
     optim_step = _locked("optim_step")
     consume_weights = _locked("consume_weights")
     consume_adapter = _locked("consume_adapter")
@@ -116,6 +118,15 @@ class DistributedPolicy:
     def before_step(self, rollout_id: int, step_id: int) -> None:
         """protocols.PreStepHook.before_step, if the ranks implement it."""
         self._call("before_step", rollout_id, step_id)
+
+    def measure_pack(self, rows: Sequence[TrainingSample], loss: Loss, tokens: int) -> float | None:
+        """protocols.PackProber.measure_pack, if the ranks implement it."""
+        share: float | None = self._call("measure_pack", rows, loss, tokens)
+        return share
+
+    def limit_packs(self, tokens: int) -> None:
+        """protocols.PackProber.limit_packs, if the ranks implement it."""
+        self._call("limit_packs", tokens)
 
     def optim_step(self) -> Metrics:
         metrics: Metrics = self._call("optim_step")

@@ -71,13 +71,17 @@ def memory(settings: Settings, *, with_engine: bool = True) -> str:
     model = _model_of(settings)
     if model is None or settings.train.backend not in ("fsdp", "megatron"):
         return ""
+    chosen = ""
+    if settings.train.max_tokens_per_gpu == "auto":
+        settings = with_pack_tokens(settings, estimated_pack(settings))
+        chosen = f", packs of {settings.train.max_tokens_per_gpu} tokens"
     cluster, run = settings.cluster, _training_step(settings)
     figures = training_memory.figures(
         model.parts, model.architecture, run, adapters=model.adapters, other_models=model.other_models
     )
     ranks = 1 if run.device == "cuda" else cluster.actor_num_gpus_per_node  # on a CPU, ranks share the machine's memory
     needed = training_memory.peak(figures) * ranks
-    text = f"training {sized(needed)}"
+    text = f"training {sized(needed)}{chosen}"
     if with_engine and not settings.uses_servers:
         engine = _engine_bytes(settings, model, run)
         needed, text = needed + engine, f"{text}, engine {sized(engine)}"
@@ -93,6 +97,36 @@ def memory(settings: Settings, *, with_engine: bool = True) -> str:
             f'train.recompute_granularity = "full", or use more ranks (cluster.actor_num_gpus_per_node).'
         )
     return text
+
+
+SMALLEST_PACK, CPU_PACK, LARGEST_PACK = 256, 8192, 2**18
+"""Tokens of packs that are considered. Larger packs than CPU_PACK are not faster on a CPU."""
+
+
+def estimated_pack(settings: Settings) -> int:
+    """Return the largest power of two of tokens in a pack that the planner expects to fit on this machine.
+
+    Returns the default if the model or its machine is unknown to the planner.
+    """
+    on_gpu = builders.device(settings.train.device) == "cuda"
+    tokens = LARGEST_PACK if on_gpu else CPU_PACK
+    while tokens > SMALLEST_PACK:
+        with suppress(SettingsError):
+            is_known = " of " in memory(with_pack_tokens(settings, tokens))
+            return tokens if is_known else min(tokens, CPU_PACK)
+        tokens //= 2
+    return SMALLEST_PACK
+
+
+def with_pack_tokens(settings: Settings, tokens: int) -> Settings:
+    """Return the settings with another train.max_tokens_per_gpu."""
+    return settings.model_copy(update={"train": settings.train.model_copy(update={"max_tokens_per_gpu": tokens})})
+
+
+def longest_sequence(settings: Settings) -> int:
+    """Return the tokens of the longest prompt with its response. Without a limit, a prompt has PROMPT_TOKENS."""
+    rollout = settings.rollout
+    return rollout.max_context_len or (rollout.max_prompt_len or PROMPT_TOKENS) + rollout.max_response_len
 
 
 def disk(settings: Settings) -> str:
@@ -218,7 +252,7 @@ def _training_step(settings: Settings, device: Literal["cuda", "cpu"] | None = N
     """
     train, rollout, cluster = settings.train, settings.rollout, settings.cluster
     offloads = settings.megatron.optimizer_cpu_offload and train.backend == "megatron"
-    sequence = rollout.max_context_len or (rollout.max_prompt_len or PROMPT_TOKENS) + rollout.max_response_len
+    sequence = longest_sequence(settings)
     return Run(
         world=cluster.ranks,
         layout=builders.layout(settings.megatron),
@@ -230,7 +264,7 @@ def _training_step(settings: Settings, device: Literal["cuda", "cpu"] | None = N
         optimizer=train.optimizer,
         offload=train.offload or ("optimizer" if offloads else None),
         seq_len=sequence,
-        max_tokens_per_gpu=min(train.max_tokens_per_gpu, sequence * settings.rollouts_per_step),
+        max_tokens_per_gpu=min(train.pack_tokens, sequence * settings.rollouts_per_step),
         response_share=min(1.0, rollout.max_response_len / sequence),
         device=device or ("cuda" if builders.device(train.device) == "cuda" else "cpu"),
         distributed_optimizer=settings.megatron.use_distributed_optimizer,

@@ -23,6 +23,8 @@ from slimectl.hooks import check_hooks
 from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import NO_PROGRESS, Critic, Engine, Policy, Progress, WeightReceiver
 from slimectl.runtime import builders
+from slimectl.runtime.capacity import estimated_pack, with_pack_tokens
+from slimectl.runtime.pack_probe import fit_packs
 from slimectl.runtime.recorder import load_state
 from slimectl.settings import Settings
 from slimectl.stages.advantages import Models
@@ -115,7 +117,8 @@ class Trainer(_Closing):
         rollouts: int | None = None,
     ) -> None:
         super().__init__()
-        self.settings = settings
+        is_open = settings.train.max_tokens_per_gpu == "auto"
+        self.settings = settings = with_pack_tokens(settings, estimated_pack(settings)) if is_open else settings
         path = settings.model.path if load is None else str(load)
         self.folder = folder or builders.model_folder(path, verify=settings.model.verify)
         with ExitStack() as opened:  # closed again if a model cannot be built
@@ -126,6 +129,8 @@ class Trainer(_Closing):
             self.policy: Policy = self._models.policy
             self.critic: Critic | None = self._models.critic
             self.state = TrainState() if load is None else self._resume()
+            if is_open:
+                fit_packs(self._models, self.settings)
             self._closing = opened.pop_all()
 
     def _resume(self) -> TrainState:

@@ -15,7 +15,7 @@ from slimectl.data.ownership import read_manifest
 from slimectl.data.run_dir import RunDir
 from slimectl.data.run_settings import changed_settings
 from slimectl.data.source_identity import check_data
-from slimectl.errors import DiedError, DivergedError
+from slimectl.errors import DiedError, DivergedError, OutOfMemoryError
 from slimectl.hooks import check_hooks
 from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import NO_PROGRESS, ProcessLister, Progress, StreamAbandoner
@@ -23,10 +23,12 @@ from slimectl.runtime import builders
 from slimectl.runtime.evaluator import Evaluator
 from slimectl.runtime.grace import GracePeriod, RoundAbandoned
 from slimectl.runtime.machine import environment
+from slimectl.runtime.memory_fit import MemoryFit
+from slimectl.runtime.pack_probe import fit_packs
 from slimectl.runtime.recorder import RunRecorder
 from slimectl.runtime.report_loop import ReportLoop, Reports, abandonment
 from slimectl.runtime.rounds import RecordedRounds, SampledRounds
-from slimectl.runtime.run_parts import RunContext, build_parts
+from slimectl.runtime.run_parts import RunContext, RunParts, build_parts
 from slimectl.runtime.stall_watch import StallWatch
 from slimectl.settings import Settings
 from slimectl.settings.keys import settings_toml
@@ -68,6 +70,7 @@ class TrainingRun:
         self.folder = RunDir(Path(settings.run.dir) / (settings.run.name or "run"))
         self.hooks = UserHooks(settings)
         self.recorder = RunRecorder(self.folder, settings, self.hooks)
+        self.memory = MemoryFit(settings, self.folder.path)
         self.executor: Any = None
         self.state = TrainState()
         self._watch = StallWatch(
@@ -198,6 +201,8 @@ class TrainingRun:
             advice = f"the last checkpoint is {self.folder.step(rounds[-1])}" if rounds else "no checkpoint was saved"
             command = f"{self._resume_command} -s train.lr=LOWER"
             raise DivergedError(f"{error}; {advice}. Continue with: {command}") from error
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{error}. Continue with: {self._resume_command} -s KEY=VALUE") from error
 
     def _run_on_executor(self) -> Reports:
         """Run on the processes or machines of a new executor."""
@@ -210,25 +215,36 @@ class TrainingRun:
             return (yield from self._run_with_restarts())
 
     def _run_with_restarts(self) -> Reports:
-        """Run. Restart from the last checkpoint if a trainer or engine has died, at most run.max_restarts times."""
-        for restarts_left in range(self.settings.run.max_restarts, -1, -1):
+        """Run. Restart from the last checkpoint if a trainer or engine has died, at most run.max_restarts times.
+
+        Also restart, with other settings, when trainers ran out of memory. That does not count: it cannot happen often.
+        """
+        restarts_left = self.settings.run.max_restarts
+        self.memory.read()
+        while True:
             try:
                 with ExitStack() as ending:
                     return (yield from self._run_from_checkpoint(ending))
+            except OutOfMemoryError as error:
+                if not error.settings:
+                    raise
+                self.memory.adopt(error.settings)
+                logger.warning(f"{error}. The run does so, and continues from the last checkpoint")
             except DiedError as error:
                 if not restarts_left:
                     raise
                 logger.warning(
                     f"{error}. Continuing from the last checkpoint ({quantity(restarts_left, 'restart')} left)"
                 )
-        raise AssertionError("the last attempt returns or raises")
+                restarts_left -= 1
 
     def _run_from_checkpoint(self, ending: ExitStack) -> Reports:
         """Run from the newest checkpoint, or from the start. `ending` closes everything that is built.
 
         Trackers start first, so that errors in them are found before any work.
         """
-        settings, total = self.settings, self.settings.run.num_rollout
+        settings, total = self.memory.settings, self.settings.run.num_rollout
+        self.rounds.settings = self.recorder.settings = settings
         self.state = self.recorder.rewind(logger.warning)
         if self.state.rollout_id:
             logger.info(f"resuming {self.folder.path} after round {self.state.rollout_id}")
@@ -245,6 +261,7 @@ class TrainingRun:
             run = RunContext(self.rounds, self.recorder, self.state, self.interrupted, self.grace, self.progress)
             parts = build_parts(run, ending, self.executor)
             ending.callback(self.recorder.abandon_save)
+            settings = self._fit_packs(parts)
         timeline.take()  # a warm-up has no rounds
         timeline.record("trainer", "load", started, round=self.state.rollout_id + 1)
         self._watch.is_starting = False
@@ -273,6 +290,22 @@ class TrainingRun:
         if self.state.rollout_id:
             self.recorder.record_spans(self.state.rollout_id)
         timeline.start(enabled=False)
+
+    def _fit_packs(self, parts: RunParts) -> Settings:
+        """Find the size of packs, if it is open, while no engine uses the trainer's GPUs. Return the settings."""
+        if self.memory.is_open:
+            awake = None if parts.engines_sleep or not self.settings.cluster.colocate else parts.sync
+            if awake is not None:
+                awake.sleep()
+            tokens = fit_packs(parts.models, self.memory.settings)
+            if awake is not None:
+                awake.wake()
+            if tokens is None:
+                tokens = self.memory.settings.train.pack_tokens
+                logger.info(f'train.max_tokens_per_gpu = "auto": packs of {tokens} tokens, by the planner\'s estimate')
+            self.memory.adopt({"train.max_tokens_per_gpu": tokens})
+            self.rounds.settings = self.recorder.settings = self.memory.settings
+        return self.memory.settings
 
     @property
     def _is_evaluated(self) -> bool:

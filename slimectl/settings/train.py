@@ -105,8 +105,10 @@ class TrainSettings(Section):
     """Passes over the samples of a round (PPO, arXiv:1707.06347). From the second on, rollouts are shuffled into new
     steps."""
 
-    max_tokens_per_gpu: Annotated[int, Field(ge=1)] = 8192
-    """Maximum tokens of a forward pass. More samples make more micro-batches. The result does not change."""
+    max_tokens_per_gpu: Annotated[int, Field(ge=1)] | Literal["auto"] = 8192
+    """Maximum tokens of a forward pass. More samples make more micro-batches. The result changes only by rounding.
+    auto measures the largest number that fits on the GPU when a run starts. On a CPU it is 8192, or what `plan` expects
+    to fit. A pack that does not fit is divided."""
 
     use_dynamic_batch_size: bool = True
     """Fill micro-batches up to max_tokens_per_gpu, first fit. If false, each has micro_batch_size samples."""
@@ -212,6 +214,11 @@ class TrainSettings(Section):
                 " unknown. Set train.lr_decay_iters, run.num_rollout, or instead train.lr_warmup_iters."
             )
         return math.ceil(round(self.lr_warmup_fraction * decay_steps, 6))
+
+    @property
+    def pack_tokens(self) -> int:
+        """Tokens of a forward pass, before anything is measured."""
+        return 8192 if self.max_tokens_per_gpu == "auto" else self.max_tokens_per_gpu
 
     @property
     def shares_prefixes(self) -> bool:

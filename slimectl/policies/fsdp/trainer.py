@@ -51,7 +51,7 @@ from slimectl.policies.muon import hidden_matrices, moment_names
 from slimectl.policies.onednn_linear import ROWS, is_faster, use_onednn
 from slimectl.policies.optimizer import lr_at, trainable_names
 from slimectl.policies.options import TrainerOptions
-from slimectl.policies.out_of_memory import PackFitter, optimizer_error, unless_out_of_memory
+from slimectl.policies.out_of_memory import MeasuresPacks, PackFitter, optimizer_error, unless_out_of_memory
 from slimectl.policies.pack_plan import PackPlan, Value, plan_packs
 from slimectl.policies.recompute import Recompute
 from slimectl.policies.saving import SaveStreams, StreamSaver, reads_moments
@@ -64,7 +64,7 @@ LAYER_PARAMETERS = 2
 """Number of parameters that hold the experts of a layer. A stream of single experts alternates between them."""
 
 
-class FsdpTrainer(StreamSaver):
+class FsdpTrainer(StreamSaver, MeasuresPacks):
     """Base class of policies and critics: everything except the computation on the hidden states.
 
     In a process group, every rank builds a trainer and makes the same calls. With `options.trains` False, no gradient
@@ -386,6 +386,9 @@ class FsdpTrainer(StreamSaver):
         self.masters.drop_gradients()
         self._calls.clear()
         self.fitter.left_out.clear()
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.optimizer]
 
     def _read_moments(self, file: Path, updates: float) -> None:
         """Load the moments. The tensors of a parameter follow each other in the file."""

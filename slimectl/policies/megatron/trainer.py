@@ -51,7 +51,7 @@ from slimectl.policies.moments import MOMENTS
 from slimectl.policies.onednn_linear import ROWS, is_faster
 from slimectl.policies.optimizer import lr_at, trainable_names
 from slimectl.policies.options import MegatronOptions, TrainerOptions
-from slimectl.policies.out_of_memory import PackFitter, optimizer_error, unless_out_of_memory
+from slimectl.policies.out_of_memory import MeasuresPacks, PackFitter, optimizer_error, unless_out_of_memory
 from slimectl.policies.pack_plan import PackPlan, available_columns, check_vocabulary, plan_pack
 from slimectl.policies.routed_experts import RoutingShape
 from slimectl.policies.saving import SaveStreams, StreamSaver, reads_moments
@@ -73,7 +73,7 @@ Evaluate = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(batch, hidden states) on the last stage: the loss of a micro-batch and its metrics."""
 
 
-class MegatronTrainer(StreamSaver):
+class MegatronTrainer(StreamSaver, MeasuresPacks):
     """Base class of policies and critics: everything except the computation on the hidden states.
 
     Every rank of torch.distributed's group (or only this process) builds a trainer and makes the same calls.
@@ -422,6 +422,13 @@ class MegatronTrainer(StreamSaver):
         """Begin a step without gradients."""
         self._calls.clear()
         self.fitter.left_out.clear()
+
+    def _drop_gradients(self) -> None:
+        optimizer.drop_gradients(self.chunks, self.optimizer)
+        self._forget_calls()
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return optimizer.inners(self.optimizer)
 
     def reset_optimizer(self) -> None:
         """Implement protocols.ResettableOptimizer: set all moments and the count of updates to zero."""

@@ -75,6 +75,7 @@ from slimectl.runtime.builders.trackers import sample_table as sample_table
 from slimectl.runtime.builders.trackers import start_trackers as start_trackers
 from slimectl.runtime.builders.trainers import fsdp_path as fsdp_path
 from slimectl.runtime.builders.trainers import layout as layout
+from slimectl.runtime.builders.trainers import policy_backend as policy_backend
 from slimectl.runtime.builders.weight_sync import adapter_obstacle as adapter_obstacle
 from slimectl.runtime.builders.weight_sync import keyed as keyed
 from slimectl.runtime.builders.weight_sync import to_servers as to_servers

@@ -176,7 +176,7 @@ def _options(settings: Settings, folder: Path, role: Role, total_steps: int | No
     return TrainerOptions(
         optimizer=_optimizer(train, total_steps, lr),
         temperature=1.0 if values else settings.policy_temperature,
-        max_tokens_per_pack=train.max_tokens_per_gpu,
+        max_tokens_per_pack=train.pack_tokens,
         batching=_batching(train, folder),
         share_prefixes=train.shares_prefixes,
         dtype=train.dtype,

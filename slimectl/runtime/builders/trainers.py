@@ -55,6 +55,9 @@ class PolicyBackend:
     holds_teachers: ClassVar[bool] = False
     """Whether its policies have a method `set_teacher`, for distillation over the full vocabulary."""
 
+    measures_packs: ClassVar[bool] = False
+    """Whether its policies implement PackProber of slimectl/protocols.py."""
+
     def check(self, settings: Settings) -> None:
         """Check that it is installed and supports the model, before anything is built.
 
@@ -87,7 +90,7 @@ class PolicyBackend:
 class FsdpBackend(PolicyBackend):
     """The Hugging Face module, in one process or sharded by FSDP2."""
 
-    streams_adapters = holds_teachers = True
+    streams_adapters = holds_teachers = measures_packs = True
 
     def check_training(self, settings: Settings, folder: Path, options: TrainerOptions) -> str:
         from slimectl.policies.fsdp.padded_model import path_of
@@ -97,7 +100,7 @@ class FsdpBackend(PolicyBackend):
 
     def packing(self, settings: Settings, folder: Path) -> Packing:
         train = settings.train
-        return Packing(train.max_tokens_per_gpu, settings.cluster.ranks, train.shares_prefixes)
+        return Packing(train.pack_tokens, settings.cluster.ranks, train.shares_prefixes)
 
     def build(
         self, settings: Settings, folder: Path, role: Role, options: TrainerOptions, checkpoint: CheckpointFormat
@@ -136,7 +139,7 @@ def _check_save_format(megatron: MegatronSettings, dense: int | None) -> None:
 class MegatronBackend(PolicyBackend):
     """Megatron-core, configured in [megatron]."""
 
-    streams_adapters = holds_teachers = True
+    streams_adapters = holds_teachers = measures_packs = True
 
     def check(self, settings: Settings) -> None:
         if find_spec("megatron") is None:
@@ -181,7 +184,7 @@ class MegatronBackend(PolicyBackend):
         config, parallel = read_config(folder), layout(settings.megatron)
         transformer = family_of(config).architecture(config).transformer
         obstacle = prefix_obstacle(transformer, settings.megatron.args)
-        tokens, ranks = settings.train.max_tokens_per_gpu * parallel.context, parallel.data(settings.cluster.ranks)
+        tokens, ranks = settings.train.pack_tokens * parallel.context, parallel.data(settings.cluster.ranks)
         return Packing(tokens, ranks, settings.train.shares_prefixes and not obstacle)
 
     def build(
