@@ -70,7 +70,7 @@ LEARNING = (
     ),
     Detector(
         "flat-evaluation", "warning", learning.flat_evaluation,
-        "One of five later evaluations is better than the first.",
+        "Within 60 rounds, one of five later evaluations is better than the first.",
         ("The training prompts do not cover what the evaluation asks", "train.lr is too low",
          "The policy games the reward"),
         ("Compare prompts and templates of rollout.data and eval.data",

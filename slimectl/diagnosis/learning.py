@@ -184,6 +184,8 @@ def flat_evaluation(run: History) -> Observation | None:
     for name, series in run.evaluations.items():
         if not name.endswith("_accuracy") or len(series) <= limits.FLAT_EVALUATIONS or series.values[0] > 0.95:
             continue
+        if series.rounds[-1] - series.rounds[0] < limits.FLAT_ROUNDS:
+            continue
         later = series.values[1:]
         if max(later) > series.values[0] + _stderr(run, name):
             continue

@@ -198,11 +198,12 @@ def test_a_reward_that_rises_alone_is_gamed(values: Sequence[float], rewards: Se
     assert found.get("gaming", (None,))[0] == number
 
 
-def test_an_evaluation_that_never_gains_is_flat():
-    flat = begun(evaluated((0.5, 0.49, 0.5, 0.5, 0.48, 0.5), [0.5] * 6, name="eval/small_accuracy", error=0.01))
-    assert flat["flat-evaluation"][0] == 25
-    better = begun(evaluated((0.5, 0.49, 0.55, 0.5, 0.48, 0.5), [0.5] * 6, name="eval/small_accuracy", error=0.01))
-    assert "flat-evaluation" not in better
+def test_an_evaluation_that_never_gains_in_60_rounds_is_flat():
+    accuracies = (0.5, *[0.49, 0.5] * 6)  # at rounds 0, 5, … 60
+    flat = begun(evaluated(accuracies, [0.5] * 13, name="eval/small_accuracy", error=0.01))
+    assert flat["flat-evaluation"][0] == 60
+    better = (*accuracies[:6], 0.52, *accuracies[7:])
+    assert "flat-evaluation" not in begun(evaluated(better, [0.5] * 13, name="eval/small_accuracy", error=0.01))
 
 
 @pytest.mark.parametrize(
