@@ -9,6 +9,7 @@ import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ PHASES = {
 ELAPSED = ("perf/total_time", "perf/eval_time", "perf/save_model_time")
 WARNING = re.compile(r"\[[^\]]*\] (?P<level>WARNING|ERROR|CRITICAL) (?P<place>\S+) - (?P<message>.*)")
 RESUMED = re.compile(r"\[[^\]]*\] \S+ - resuming .* after round \d+$")
+SHOWN_AS_FINDING = "More: slimectl diagnose "
+"""Part of the message about a finding."""
 WAY_ON = re.compile(r"(?:\. Continue|; go on) with: slimectl ")
 """Part of the message of an interrupted run. Version 0.1 wrote 'go on'."""
 MAX_WARNINGS, MAX_EVALUATIONS = 3, 3
@@ -81,6 +84,7 @@ def run_facts(path: Path) -> dict[str, Any]:
         "curves": curves,
         "seconds": {"elapsed": sum(seconds[name] for name in ELAPSED), **_phases(seconds)},
         "settings": {"differ_from": base, "values": differences},
+        "findings": findings(path),
         "warnings": warnings(path / "log.txt"),
         "samples_files": len(run.files()),
         "best": _best(path, run.settings.get("run.save_best")),
@@ -88,6 +92,15 @@ def run_facts(path: Path) -> dict[str, Any]:
             step.name: sorted(file.name for file in step.iterdir()) for step in sorted(path.glob("step_*"))
         },
     }
+
+
+def findings(path: Path) -> list[dict[str, Any]]:
+    """Return the findings of `slimectl diagnose` as JSON, or none if the run's settings cannot be read."""
+    from slimectl.diagnosis import diagnose_run
+
+    with suppress(SettingsError):
+        return [finding.to_json() for finding in diagnose_run(path)]
+    return []
 
 
 def _best(path: Path, metric: str | None) -> dict[str, Any] | None:
@@ -179,7 +192,7 @@ def warnings(log: Path) -> list[dict[str, Any]]:
                 if RESUMED.match(line):
                     last = {key: message for key, message in last.items() if not WAY_ON.search(message)}
                     counts = Counter({key: counts[key] for key in last})
-                elif match := WARNING.match(line):
+                elif (match := WARNING.match(line)) and SHOWN_AS_FINDING not in match["message"]:
                     key = match["level"], match["place"]
                     counts[key] += 1
                     last[key] = match["message"]
@@ -197,7 +210,8 @@ def show_run(path: Path) -> None:
     """Print the summary of a run, fitted to the size of the terminal."""
     run = run_facts(path)
     columns, height = width(), shutil.get_terminal_size((80, LINES)).lines - 1
-    figures = [*_curve_lines(run, columns), *_time_lines(run), *_checkpoint_lines(run), *_warning_lines(run)]
+    figures = [*_curve_lines(run, columns), *_time_lines(run), *_checkpoint_lines(run)]
+    figures += [*_finding_lines(run), *_warning_lines(run)]
     head, commands = _wrapped(_state_line(path, run), columns), list(_next_lines(path, run))
     command_lines = sum(-(-len(line) // columns) for line in commands)
     room = max(1, height - len(head) - len(figures) - command_lines)
@@ -290,6 +304,16 @@ def _checkpoint_lines(run: dict[str, Any]) -> Iterator[str]:
         yield _named("best", f"{best['checkpoint']}: {best['metric']} {best['value']:.4g}")
 
 
+def _finding_lines(run: dict[str, Any]) -> Iterator[str]:
+    worst = run["findings"][:MAX_WARNINGS]
+    for number, finding in enumerate(worst):
+        last = finding["last_round"]
+        rounds = f"since round {finding['first_round']}" if last is None else f"until round {last}"
+        more = len(run["findings"]) - len(worst)
+        others = f" (and {more} more)" if more and number == len(worst) - 1 else ""
+        yield _named("finding", f"{finding['severity']}, {rounds}: {visible(finding['title'], 300)}{others}")
+
+
 def _warning_lines(run: dict[str, Any]) -> Iterator[str]:
     worst = run["warnings"][:MAX_WARNINGS]
     for number, warning in enumerate(worst):
@@ -302,6 +326,8 @@ def _warning_lines(run: dict[str, Any]) -> Iterator[str]:
 
 def _next_lines(path: Path, run: dict[str, Any]) -> Iterator[str]:
     yield _named("next", f"slimectl view {path}")
+    if run["findings"]:
+        yield _named("", f"slimectl diagnose {path}")
     if run["state"] == "running":
         yield _named("", f"slimectl inspect {path} --follow")
     elif run["state"] == "stopped" and run["rounds"]:

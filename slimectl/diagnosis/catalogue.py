@@ -308,4 +308,21 @@ RESOURCES = (
     ),
 )  # fmt: skip
 
-DETECTORS: tuple[Detector, ...] = (*LEARNING, *POLICY, *RESPONSES, *RESOURCES)
+OUT_OF_MEMORY = Detector(
+    "out-of-memory", "warning", resources.out_of_memory,
+    "Every pack fits into memory (`perf/pack_splits` is absent).",
+    ("Packs are too large for the memory that is left", "Engine and trainer share a GPU"),
+    ("Lower train.max_tokens_per_gpu, or set it to \"auto\"", "Set train.gradient_checkpointing = true",
+     "Estimate the parts with slimectl plan -c {run}/run.toml"),
+    patience=1, recovery=10,
+)  # fmt: skip
+STOPPED = Detector(
+    "stopped", "error", resources.never,
+    "The log of a run does not end with an error.",
+    ("The message tells the cause",),
+    ("Fix what the message names, then resume with slimectl run --resume {run}",),
+    ("tail {run}/log.txt",),
+)  # fmt: skip
+"""An error that ended a run. It is in the log, not in the records."""
+
+DETECTORS: tuple[Detector, ...] = (*LEARNING, *POLICY, *RESPONSES, *RESOURCES, OUT_OF_MEMORY, STOPPED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.data.ownership import read_manifest
-from slimectl.diagnosis.catalogue import DETECTORS
+from slimectl.diagnosis.catalogue import DETECTORS, OUT_OF_MEMORY, STOPPED
 from slimectl.diagnosis.detector import Detector, Observation
 from slimectl.diagnosis.finding import SEVERITIES, Finding
 from slimectl.diagnosis.history import TOTAL, History
@@ -82,6 +83,16 @@ class Diagnosis:
     def close(self) -> list[Finding]:
         """Complete the last round of a run whose records have no times."""
         return self._close() if self._is_open and not self._has_times else []
+
+    def last_words(self) -> Iterator[Finding]:
+        """Yield a finding about the error with which the log of the run ends, unless a finding has caused it."""
+        error = _last_error(self.history.folder / "log.txt")
+        is_known = any(finding.lasts and finding.severity == "error" for finding in self.findings)
+        if error is None or (is_known and ("run.on_finding" in error or "run.on_no_signal" in error)):
+            return
+        detector = OUT_OF_MEMORY if "out of memory" in error.lower() else STOPPED
+        title = f"The run ended with an error: {error}"
+        yield self._finding(detector, Observation(title))
 
     def _observe_times(self, metrics: Any) -> list[Finding]:
         self.history.add_step(metrics)
@@ -153,17 +164,19 @@ def replayed(settings: Mapping[str, Any], folder: Path) -> Diagnosis:
 def diagnose_run(folder: Path) -> list[Finding]:
     """Return the findings of a run, which may still run, may have been killed, or may be of an older version.
 
-    Raises SettingsError for a folder that is not a run's.
+    An error that ended the run is the first one. Raises SettingsError for a folder that is not a run's.
     """
+    settings: dict[str, Any] = {}
     try:
         settings = tomllib.loads((folder / "run.toml").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise SettingsError(f"{folder}: not a run. Give a run's folder (runs/NAME)") from None
+        if not (folder / "metrics.jsonl").exists():
+            raise SettingsError(f"{folder}: not a run. Give a run's folder (runs/NAME)") from None
     except (OSError, ValueError) as error:
         raise SettingsError(f"{folder}/run.toml: cannot be read ({error}). Restore it from a copy") from None
     diagnosis = replayed(_by_dotted_key(settings), folder)
     diagnosis.close()
-    return diagnosis.findings
+    return [*diagnosis.last_words(), *diagnosis.findings]
 
 
 def _by_dotted_key(sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,3 +231,18 @@ def _objects(path: Path) -> Iterator[Line]:
                 line = json.loads(text)
                 if isinstance(line, dict) and isinstance(line.get("metrics"), dict) and "step" in line:
                     yield line
+
+
+LAST_BYTES = 1 << 16
+"""Bytes at the end of a log in which its last message is searched."""
+LOGGED = re.compile(r"\[[^\]]*\] (?:(?P<level>[A-Z]+) )?\S+ - (?P<message>.*)")
+
+
+def _last_error(log: Path) -> str | None:
+    """Return the last message of a log if it is an error, else None."""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LAST_BYTES))
+        messages = [match for line in file if (match := LOGGED.match(line.decode(errors="replace")))]
+        if messages and messages[-1]["level"] in ("ERROR", "CRITICAL"):
+            return messages[-1]["message"].strip()
+    return None

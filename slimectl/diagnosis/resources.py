@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+from contextlib import suppress
 
 from slimectl.diagnosis import limits
 from slimectl.diagnosis.detector import Observation
@@ -16,11 +18,16 @@ WINDOW = 5
 
 
 def mismatch(run: History) -> Observation | None:
-    """Compare engine and trainer. Older weights, penalties and files of samples differ by design."""
+    """Compare engine and trainer. Older weights and files of samples differ by design, and penalties add to it."""
     difference, stale = run.last(MISMATCH), run.last("rollout/staleness/max")
-    if not difference or stale or run.is_recorded or _has_penalties(run) or _mixes_weights(run):
+    if not difference or stale or run.is_recorded or _mixes_weights(run):
         return None
     bound = float(run.setting("run.max_logprob_mismatch", math.inf))
+    title = f"Engine and trainer differ by {difference:.3g} nat per token"
+    if penalties := _penalties(run):
+        cause = f"The engine samples with {' and '.join(penalties)}, which the trainer does not apply"
+        remedy = (f"Remove {' and '.join(penalties)}",)
+        return Observation(title, (MISMATCH,), (cause,), remedy) if difference > bound else None
     bound = min(bound, limits.MISMATCH_EXACT) if _is_exact(run) else bound
     start = run.of(MISMATCH).baseline
     grows = difference > limits.MISMATCH_SMALL and difference > limits.MISMATCH_GROWTH * start
@@ -28,7 +35,7 @@ def mismatch(run: History) -> Observation | None:
         return None
     grown = f", {difference / start:.0f} times the start" if grows and start else ""
     causes = ("New weights do not reach the engine",) if grows else ("The engine samples at another temperature",)
-    return Observation(f"Engine and trainer differ by {difference:.3g} nat per token{grown}", (MISMATCH,), causes)
+    return Observation(title + grown, (MISMATCH,), causes)
 
 
 def _mixes_weights(run: History) -> bool:
@@ -41,11 +48,12 @@ def _is_exact(run: History) -> bool:
     return backend in ("auto", "embedded") and dtypes == ("float32", "float32") and not run.setting("engine.url")
 
 
-def _has_penalties(run: History) -> bool:
-    names = ("presence_penalty", "frequency_penalty")
-    return (
-        any(run.setting(f"rollout.{name}", 0.0) for name in names) or run.setting("rollout.repetition_penalty", 1) != 1
-    )
+PENALTIES = {"rollout.repetition_penalty": 1, "rollout.presence_penalty": 0, "rollout.frequency_penalty": 0}
+"""Settings that change the engine's distribution, with the values that change nothing."""
+
+
+def _penalties(run: History) -> list[str]:
+    return [name for name, neutral in PENALTIES.items() if run.setting(name, neutral) != neutral]
 
 
 def staleness(run: History) -> Observation | None:
@@ -196,3 +204,21 @@ def low_utilization(run: History) -> Observation | None:
         f"Training reaches {reached:.1%} of the GPU's peak. `slimectl plan` assumes {limits.PLANNED_MFU:.0%}",
         ("perf/mfu", "perf/actor_train_tflops"),
     )
+
+
+def out_of_memory(run: History) -> Observation | None:
+    splits = run.last("perf/pack_splits")
+    if not splits:
+        return None
+    fit = None
+    with suppress(OSError, ValueError, KeyError):
+        fit = json.loads((run.folder / "memory.json").read_text())["fit"]["train.max_tokens_per_gpu"]
+    return Observation(
+        f"Out of memory: {splits:.0f} packs of the round were split because they did not fit",
+        ("perf/pack_splits", "perf/gpu_memory_used_ratio"),
+        remedies=(f"Set train.max_tokens_per_gpu = {fit}, which fits",) if fit else (),
+    )
+
+
+def never(run: History) -> Observation | None:
+    """Find nothing, for findings that are not in the records."""

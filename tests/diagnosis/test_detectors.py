@@ -98,6 +98,8 @@ FAULTS: list[tuple[str, Fault, int, str, dict[str, Any]]] = [
     ("verifier-errors", {"rollout/error/HookError": 32.0}, 22, "32 attempts failed", {}),  # of 128
     ("component-dominates", {"rollout/reward/form/std": 0.004}, 25, "component exact decides alone", {}),
     ("mismatch", {"train/train_rollout_logprob_abs_diff": 0.2}, 22, "differ by 0.2 nat per token, 100 times", {}),
+    ("mismatch", {"train/train_rollout_logprob_abs_diff": 0.15}, 22, "differ by 0.15 nat per token",
+     {"rollout__repetition_penalty": 1.5}),
     ("mismatch", {"train/train_rollout_logprob_abs_diff": 0.008}, 22, "0.008 nat",
      {"engine__backend": "auto", "engine__dtype": "float32", "train__dtype": "float32"}),
     ("staleness", {"rollout/staleness/mean": 4.0}, 23, "4.0 weight versions old, and settings explain 1",
@@ -114,6 +116,7 @@ FAULTS: list[tuple[str, Fault, int, str, dict[str, Any]]] = [
     ("disk", {"perf/disk_used_ratio": 0.96, "perf/disk_free_gb": 2.0}, 21, "2 GiB left", {}),
     # Round 32: 300 GiB in 15 rounds (500 in the middle of 13 to 17, 200 in that of 28 to 32), 140 left, 8 rounds to go.
     ("disk", lambda n: {"perf/disk_free_gb": 500.0 - 30 * (n - 20)}, 32, "full in about 7 rounds", {}),
+    ("out-of-memory", {"perf/pack_splits": 2.0}, 21, "2 packs of the round were split", {}),
     ("low-utilization", {"perf/mfu": 0.02}, 23, "2.0% of the GPU's peak", {}),
 ]  # fmt: skip
 
@@ -135,7 +138,7 @@ def test_healthy_records_have_no_findings():
 
 def test_every_detector_has_a_fault_here():
     of_evaluations = {detector.kind for detector in DETECTORS if detector.after == "evaluation"}
-    tested = {kind for kind, *_ in FAULTS} | of_evaluations | {"flat-reward", "checkpoints"}
+    tested = {kind for kind, *_ in FAULTS} | of_evaluations | {"flat-reward", "checkpoints", "stopped"}
     assert {detector.kind for detector in DETECTORS} == tested
 
 

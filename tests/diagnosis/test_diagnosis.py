@@ -116,6 +116,21 @@ def test_demonstrations_have_findings_too(tmp_path: Path):
     assert [(finding.kind, finding.first_round) for finding in diagnose_run(tmp_path)] == [("learning-rate-zero", 1)]
 
 
+def test_an_error_that_ended_the_run_is_the_first_finding(tmp_path: Path):
+    (tmp_path / "run.toml").write_text("")
+    log, entry = tmp_path / "log.txt", "[2026-11-29 05:00:00] {} run.py:12 - {}\n"
+    for level, message, kinds in [
+        ("ERROR", "round 3: the loss is nan", ["stopped"]),
+        ("WARNING", "slow", []),
+        ("ERROR", "CUDA out of memory", ["out-of-memory"]),
+        ("", "resuming runs/a after round 3", []),
+    ]:
+        with log.open("a") as file:
+            file.write(entry.format(level, message).replace("]  ", "] "))
+        assert [finding.kind for finding in diagnose_run(tmp_path)] == kinds
+        assert all(message in finding.title for finding in diagnose_run(tmp_path))
+
+
 def test_a_title_cannot_write_to_the_terminal(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NO_COLOR", "1")
     finding = Finding("disk", "\x1b[31mred", "warning", 3, 4, (), (), ("a",), ("b",))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from slimectl.diagnosis.catalogue import LEARNING, POLICY, RESOURCES, RESPONSES
+from slimectl.diagnosis.catalogue import LEARNING, OUT_OF_MEMORY, POLICY, RESOURCES, RESPONSES, STOPPED
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "findings.md"
 INTRODUCTION = """# Findings
@@ -19,7 +19,7 @@ could be faster.
 """
 GROUPS = {
     "Learning": LEARNING, "Policy": POLICY, "Responses and grading": RESPONSES,
-    "Engines, speed and resources": RESOURCES,
+    "Engines, speed and resources": (*RESOURCES, OUT_OF_MEMORY, STOPPED),
 }  # fmt: skip
 
 
