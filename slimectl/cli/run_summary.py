@@ -9,13 +9,13 @@ import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from slimectl.cli.options import shown
 from slimectl.cli.terminal import one_line, shortened, sparkline, visible, width
 from slimectl.cli.viewer.library import RunSource, read_settings
+from slimectl.cli.viewer.run_table import findings
 from slimectl.data.metrics_catalogue import is_supervised, progress
 from slimectl.data.ownership import read_manifest
 from slimectl.errors import SettingsError
@@ -92,15 +92,6 @@ def run_facts(path: Path) -> dict[str, Any]:
             step.name: sorted(file.name for file in step.iterdir()) for step in sorted(path.glob("step_*"))
         },
     }
-
-
-def findings(path: Path) -> list[dict[str, Any]]:
-    """Return the findings of `slimectl diagnose` as JSON, or none if the run's settings cannot be read."""
-    from slimectl.diagnosis import diagnose_run
-
-    with suppress(SettingsError):
-        return [finding.to_json() for finding in diagnose_run(path)]
-    return []
 
 
 def _best(path: Path, metric: str | None) -> dict[str, Any] | None:
@@ -211,7 +202,7 @@ def show_run(path: Path) -> None:
     run = run_facts(path)
     columns, height = width(), shutil.get_terminal_size((80, LINES)).lines - 1
     figures = [*_curve_lines(run, columns), *_time_lines(run), *_checkpoint_lines(run)]
-    figures += [*_finding_lines(run), *_warning_lines(run)]
+    figures += [*_finding_lines(run, columns), *_warning_lines(run)]
     head, commands = _wrapped(_state_line(path, run), columns), list(_next_lines(path, run))
     command_lines = sum(-(-len(line) // columns) for line in commands)
     room = max(1, height - len(head) - len(figures) - command_lines)
@@ -304,14 +295,16 @@ def _checkpoint_lines(run: dict[str, Any]) -> Iterator[str]:
         yield _named("best", f"{best['checkpoint']}: {best['metric']} {best['value']:.4g}")
 
 
-def _finding_lines(run: dict[str, Any]) -> Iterator[str]:
+def _finding_lines(run: dict[str, Any], columns: int) -> Iterator[str]:
     worst = run["findings"][:MAX_WARNINGS]
     for number, finding in enumerate(worst):
         last = finding["last_round"]
         rounds = f"since round {finding['first_round']}" if last is None else f"until round {last}"
         more = len(run["findings"]) - len(worst)
-        others = f" (and {more} more)" if more and number == len(worst) - 1 else ""
-        yield _named("finding", f"{finding['severity']}, {rounds}: {visible(finding['title'], 300)}{others}")
+        remainder = f", and {more} more" if more and number == len(worst) - 1 else ""
+        text = f"{visible(finding['title'], 300)} ({finding['severity']} {rounds}){remainder}"
+        for place, line in enumerate(_wrapped(text, columns - MARGIN)):
+            yield _named("" if place else "finding", line)
 
 
 def _warning_lines(run: dict[str, Any]) -> Iterator[str]:

@@ -20,7 +20,7 @@ LEARNING = (
         ("Read why, and fix the verifier or the label column (rollout.label_key)",
          "Use prompts that the model solves sometimes, or raise rollout.n_samples_per_prompt",
          "Warm up on labels with sft_warmup.data"),
-        (WORST,), patience=1, recovery=2,
+        (WORST,), patience=1, recovery=5,
     ),
     Detector(
         "vanishing-signal", "warning", learning.vanishing_signal,

@@ -17,7 +17,7 @@ from slimectl.cli.viewer import queries
 from slimectl.cli.viewer.commands import commands
 from slimectl.cli.viewer.conversation import Decode, attempt_tree, conversation, prompt_messages
 from slimectl.cli.viewer.library import Library, SamplesFile, size_of
-from slimectl.cli.viewer.run_table import seed_groups, settings_columns, summary
+from slimectl.cli.viewer.run_table import findings, seed_groups, settings_columns, summary
 from slimectl.cli.viewer.token_view import Decoders, sample_view
 from slimectl.data.images import thumbnail
 from slimectl.data.metrics_catalogue import CATALOGUE
@@ -51,12 +51,15 @@ class ViewApi:
         self._decoders = Decoders(load_tokenizer)
         self._summaries: dict[str, tuple[int, dict[str, Any]]] = {}
         """For each run, the size of its metrics and its summary."""
+        self._diagnoses: dict[str, tuple[int, list[dict[str, Any]]]] = {}
+        """For each run, the size of its records and its findings."""
         self.questions: dict[str, Callable[[Parameters], Any]] = {
             "catalogue": lambda parameters: self.library.catalogue(),
             "definitions": lambda parameters: {metric.name: [metric.unit, metric.definition] for metric in CATALOGUE},
             "settings": lambda parameters: self.library.settings_table(),
             "runs": lambda parameters: self._runs(),
             "metrics": self._metrics,
+            "findings": self._findings,
             "histograms": self._histograms,
             "dropped": self._dropped,
             "groups": self._groups,
@@ -113,6 +116,14 @@ class ViewApi:
                 clocks = {name: value for name, value in line["metrics"].items() if name in CLOCKS}
                 line["metrics"] = builders.roll_named(line["metrics"], prompts_per_round=prompts) | clocks
         return answer
+
+    def _findings(self, parameters: Parameters) -> list[dict[str, Any]]:
+        """Return the findings of `slimectl diagnose` about a run, read again if its records have grown."""
+        run = self.library.run(_text(parameters, "run"))
+        size = size_of(run.path / "metrics.jsonl") + size_of(run.path / "perf.jsonl")
+        if self._diagnoses.get(run.id, (None, []))[0] != size:
+            self._diagnoses[run.id] = size, findings(run.path)
+        return self._diagnoses[run.id][1]
 
     def _histograms(self, parameters: Parameters) -> dict[str, Any]:
         file = self._file(parameters)

@@ -68,6 +68,7 @@ def _questions(api: ViewApi) -> Iterator[Question]:
     for run in library.runs:
         yield "metrics", {"run": run}
         yield "metrics", {"run": run, "naming": "roll"}
+        yield "findings", {"run": run}
     files = list(library.files().values())
     for file in files:
         library.index(file).extend()

@@ -1,13 +1,17 @@
-"""The table of runs: state and latest values of each run, and the groups of runs that differ only in their seeds."""
+"""Runs as a view shows them: state, latest values and findings of each, and groups that differ only in their seeds."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from slimectl.cli.viewer.library import RunSource
+from slimectl.diagnosis import diagnose_run
+from slimectl.errors import SettingsError
 
 SEED = re.compile(r"(.+\.)?seed")
 UNRELATED = re.compile(r"run\.(name|dir)|(sglang|vllm)\.python|track\..+")
@@ -42,6 +46,13 @@ def summary(run: RunSource) -> dict[str, Any]:
         "best": best,
         "changed": (metrics if metrics.exists() else run.path).stat().st_mtime,
     }
+
+
+def findings(path: Path) -> list[dict[str, Any]]:
+    """Return the findings of `slimectl diagnose` as JSON, or none if the run's settings cannot be read."""
+    with suppress(SettingsError):
+        return [finding.to_json() for finding in diagnose_run(path)]
+    return []
 
 
 def settings_columns(run: RunSource) -> dict[str, Any]:

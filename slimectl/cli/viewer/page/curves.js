@@ -3,6 +3,7 @@
 import { ask } from "./api.js";
 import { save } from "./chart_files.js";
 import { colour, dash, lineChart, meanAndBand, smooth, swatch } from "./charts.js";
+import { drawFindings } from "./findings.js";
 import { h, labelText, link, recalled, remember, replace, select, visible } from "./dom.js";
 
 const REWARD = "rollout/raw_reward";
@@ -133,6 +134,7 @@ export async function curvesPage(context, _, query) {
   const changed = new Map(rows.map((row) => [row.id, row.changed]));
   const charts = h("div", { class: "charts" });
   const legend = h("div", { class: "legend" });
+  const findings = h("div", { class: "findings" });
   const definitions = await ask("definitions").catch(() => ({}));
   let closers = [];
   let entries = [];
@@ -151,6 +153,7 @@ export async function curvesPage(context, _, query) {
     context.selection = state.runs.split(",").filter(Boolean);
     await readAll();
     draw();
+    await showFindings();
   }
 
   /** Draw the legend: the runs that are drawn, then the others, collapsed. */
@@ -221,8 +224,10 @@ export async function curvesPage(context, _, query) {
       h("tr", {}, h("th", { scope: "row" }, row.name), columns.map((at) => h("td", {}, labelText(row.values[at], "–"))))));
   }
 
+  const showFindings = () => drawFindings(findings, runs.filter((run) => run.shown).map(({ run }) => run));
   choose();
   await readAll();
+  await showFindings();
   let reading = false;
   context.listeners.add(async () => {
     if (reading) return;
@@ -231,10 +236,11 @@ export async function curvesPage(context, _, query) {
     const changes = await readAll().catch(() => []);
     reading = false;
     changes.some(Boolean) ? draw() : drawLegend();
+    if (changes.some(Boolean)) await showFindings();
   });
   return {
     title: "Curves",
-    element: h("div", {}, h("h2", {}, "Curves", runs.length === 1 ? h("small", { class: "quiet" }, ` ${visible(runs[0].run.path)}`) : null), legend, bar, charts, settings),
+    element: h("div", {}, h("h2", {}, "Curves", runs.length === 1 ? h("small", { class: "quiet" }, ` ${visible(runs[0].run.path)}`) : null), legend, findings, bar, charts, settings),
     shown: draw,
     close: () => { for (const closer of closers) closer(); },
   };
