@@ -104,6 +104,9 @@ samples that are one or two rounds old."""
 
 WAIT = 0.3
 """Share of a round in which training waits for samples."""
+WAIT_IN_TURNS = 0.85
+"""The same for an engine that takes turns with the trainer in one process. Such runs generate in up to 0.7 of the time
+while all is well, and working ahead would not free the processor."""
 WORTHWHILE_S = 60.0
 """Seconds lost so far. Less is not worth a change of settings."""
 GRADING = 0.4

@@ -26,8 +26,9 @@ def mismatch(run: History) -> Observation | None:
     title = f"Engine and trainer differ by {difference:.3g} nat per token"
     if penalties := _penalties(run):
         cause = f"The engine samples with {' and '.join(penalties)}, which the trainer does not apply"
-        remedy = (f"Remove {' and '.join(penalties)}",)
-        return Observation(title, (MISMATCH,), (cause,), remedy) if difference > bound else None
+        remedies = ("Set algorithm.use_tis = true", f"Remove {' and '.join(penalties)}")
+        is_corrected = difference <= bound or run.setting("algorithm.use_tis")
+        return None if is_corrected else Observation(title, (MISMATCH,), (cause,), remedies)
     bound = min(bound, limits.MISMATCH_EXACT) if _is_exact(run) else bound
     start = run.of(MISMATCH).baseline
     grows = difference > limits.MISMATCH_SMALL and difference > limits.MISMATCH_GROWTH * start
@@ -44,8 +45,12 @@ def _mixes_weights(run: History) -> bool:
 
 
 def _is_exact(run: History) -> bool:
-    backend, dtypes = run.setting("engine.backend"), (run.setting("engine.dtype"), run.setting("train.dtype"))
-    return backend in ("auto", "embedded") and dtypes == ("float32", "float32") and not run.setting("engine.url")
+    return _is_in_process(run) and run.setting("engine.dtype") == run.setting("train.dtype") == "float32"
+
+
+def _is_in_process(run: History) -> bool:
+    is_server = run.setting("engine.url") or run.setting("engine.num_engines", 1) > 1
+    return run.setting("engine.backend") in ("auto", "embedded") and not is_server
 
 
 PENALTIES = {"rollout.repetition_penalty": 1, "rollout.presence_penalty": 0, "rollout.frequency_penalty": 0}
@@ -91,7 +96,8 @@ def _recent(run: History, name: str) -> dict[int, float]:
 def waiting(run: History) -> Observation | None:
     part = share(run, "perf/wait_time")
     lost = sum(run.of("perf/wait_time").values)
-    if part < limits.WAIT or lost < limits.WORTHWHILE_S or run.setting("cluster.colocate"):
+    least = limits.WAIT_IN_TURNS if _is_in_process(run) and not run.setting("run.async_level", 0) else limits.WAIT
+    if part < least or lost < limits.WORTHWHILE_S or run.setting("cluster.colocate"):
         return None
     ahead = int(run.setting("run.async_level", 0))
     remedy = ("Set run.async_level = 1",) if not ahead else ("Add engines, or give the engines more GPUs",)

@@ -105,6 +105,7 @@ FAULTS: list[tuple[str, Fault, int, str, dict[str, Any]]] = [
     ("staleness", {"rollout/staleness/mean": 4.0}, 23, "4.0 weight versions old, and settings explain 1",
      {"run__async_level": 1}),
     # 4 s per round after 40 s in twenty rounds: 60 s are lost in round 25, and the finding needs three rounds.
+    ("waiting", {"perf/wait_time": 9.0}, 25, "in 90% of the time", {"engine__backend": "embedded"}),
     ("waiting", {"perf/wait_time": 4.0}, 27, "waits for samples in 40% of the time", {}),
     ("slow-grader", {"perf/reward_time": 5.0}, 23, "Grading takes 50% of the time, 5 s per round", {}),
     ("slow-log-probs", {"perf/log_probs_time": 6.0, "perf/actor_train_time": 3.0}, 23, "take 60% of the time", {}),
