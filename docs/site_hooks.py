@@ -67,6 +67,8 @@ def _link(link: re.Match[str], source: str, uri: str) -> str:
     target = os.path.normpath(os.path.join(os.path.dirname(source), path))
     if target.startswith("examples/"):
         page = f"examples/{Path(target).parts[1].partition('.')[0]}.md"
+    elif target.startswith(TEMPLATES):
+        page = f"examples/{Path(target).relative_to(TEMPLATES).parts[0]}.md"
     elif target.startswith("docs/"):
         page = target.removeprefix("docs/")
     elif target in TEXTS:
@@ -84,12 +86,14 @@ def _title_of(page: Path) -> str:
 
 LANGUAGES = {".py": "python", ".toml": "toml"}
 """Languages of the files of examples/ by suffix."""
+TEMPLATES = "slimectl/recipes/templates/"
 
 
 def example_pages() -> dict[str, str]:
-    """Return a page for each file and folder of examples/."""
+    """Return a page for each file and folder of examples/, and for each template of `slimectl init`."""
     pages = {}
-    for path in sorted((ROOT / "examples").iterdir()):
+    templates = {file.parent for file in (ROOT / TEMPLATES).glob("*/slimectl.toml")}
+    for path in sorted([*(ROOT / "examples").iterdir(), *templates]):
         files = [path] if path.is_file() else sorted(path.rglob("*"))
         members = [each for each in files if each.suffix in LANGUAGES]
         if path.suffix == ".ipynb":

@@ -20,6 +20,7 @@ from slimectl.cli.diagnose import diagnose
 from slimectl.cli.diff import diff
 from slimectl.cli.doctor import doctor
 from slimectl.cli.evaluate import evaluate
+from slimectl.cli.init import init
 from slimectl.cli.inspect import inspect
 from slimectl.cli.metrics import metrics
 from slimectl.cli.models import models
@@ -144,7 +145,9 @@ for command in (ask, chat):
     app.command(rich_help_panel=TALK)(guarded(with_messages(command)))
 
 ABOUT = "Settings, models and records"
-for command in (sweep, plan, doctor, bench, inspect, diagnose, diff, view, report, runs, metrics, models, completion):
+for command in (
+    init, sweep, plan, doctor, bench, inspect, diagnose, diff, view, report, runs, metrics, models, completion,
+):  # fmt: skip
     app.command(rich_help_panel=ABOUT)(guarded(with_messages(command), runs_user_code=command is bench))
 settings_app = typer.Typer(
     no_args_is_help=True, help="Show, validate and explain settings, or convert them from another stack."

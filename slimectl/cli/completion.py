@@ -180,6 +180,11 @@ def _tasks(last: str) -> Iterator[Candidate]:
     yield from ((str(file), "") for file in sorted(Path().glob(f"{last}*.toml")))
 
 
+def _templates(last: str) -> Iterator[Candidate]:
+    for file in sorted((PACKAGE / "recipes" / "templates").glob("*/slimectl.toml")):
+        yield file.parent.name, file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+
 def _runs(last: str) -> Iterator[Candidate]:
     """Yield the folders of runs in runs/ and in the folder that the word names."""
     parents = {Path("runs"), Path(last) if last.endswith("/") else Path(last).parent}
@@ -278,6 +283,7 @@ VALUES: dict[str, Callable[[str], Iterator[Candidate]]] = {
     "env": _environments,
     "inspect sort": _sorting_fields,
     "color_by": _token_figures,
+    "init template": _templates,
     "metrics pattern": _metrics,
     "diff before": _paths,
     "diff after": _paths,

@@ -487,8 +487,12 @@ def axis_of(name: str) -> str:
 
 
 def is_supervised(metrics: Mapping[str, float]) -> bool:
-    """Return whether a step trained on demonstrations or preferences, so it has a loss but no reward."""
-    return "rollout/raw_reward" not in metrics and not {"train/sft_loss", "train/pair_accuracy"}.isdisjoint(metrics)
+    """Return whether a step trained on demonstrations or pairs, so its loss shows the progress and not the reward.
+
+    Pairs of a file have the rewards 1 and 0, whose mean says nothing.
+    """
+    has_reward = "rollout/raw_reward" in metrics
+    return "train/pair_accuracy" in metrics or ("train/sft_loss" in metrics and not has_reward)
 
 
 def progress(metrics: Mapping[str, float]) -> tuple[str, float] | None:

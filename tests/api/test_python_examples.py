@@ -24,8 +24,11 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+TEMPLATES = Path("slimectl/recipes/templates")
+
+
+def example(name: str, folder: Path = Path("examples")) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -45,11 +48,12 @@ def test_grpo_by_hand_learns(folder: Path):
 
 
 def test_a_reward_of_ones_own_grades_three_answers():
-    assert example("custom_reward").main() == [1.0, 0.5, 0.0]
+    # "acb" has one letter of three in its place, "I cannot sort." the third of fourteen.
+    assert example("reward", TEMPLATES / "reward").main() == [1.0, 1 / 3, 1 / 14]
 
 
 def test_what_an_agent_says_is_not_trained_on():
-    sample = example("custom_agent").main()
+    sample = example("agent", TEMPLATES / "agent").main()
     assert sample.status is not Status.FAILED
     assert "That is wrong. Again:" in sample.response
     assert sample.loss_mask.count(0) == len(" That is wrong. Again: ")  # one token a byte

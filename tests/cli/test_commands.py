@@ -24,7 +24,7 @@ COMMANDS = [
     ["plan"], ["doctor"], ["bench"], ["completion"], ["ask"], ["chat"], ["view"], ["report"], ["runs"], ["diff"],
     ["diagnose"], ["sweep"],
     ["settings", "show"], ["settings", "validate"], ["settings", "schema"], ["settings", "explain"],
-    ["settings", "from"],
+    ["settings", "from"], ["init"],
 ]  # fmt: skip
 
 

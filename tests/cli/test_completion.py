@@ -39,7 +39,7 @@ def offered(line: str) -> list[str]:
     [
         ("slimectl se", ["serve", "settings"]),
         ("slimectl settings v", ["validate"]),
-        ("slimectl run q", ["quickstart"]),
+        ("slimectl run qu", ["quickstart"]),
         ("slimectl run --res", ["--resume"]),
         ("slimectl run -s train.lr_warmup_i", ["train.lr_warmup_iters="]),
         ("slimectl run quickstart -s run.on_no_signal=", ["run.on_no_signal=warn", "run.on_no_signal=stop"]),
@@ -60,6 +60,7 @@ def offered(line: str) -> list[str]:
         ("slimectl inspect runs/a --sort -re", ["-reward", "-response_length"]),
         ("slimectl inspect runs/a --color-by r", ["ratio", "reference"]),
         ("slimectl metrics rollout/no_s", ["rollout/no_signal"]),
+        ("slimectl init --from r", ["reward"]),
         (
             "slimectl run -s algorithm.name=s",
             ["algorithm.name=sapo", "algorithm.name=step_reinforce"],

@@ -1,4 +1,4 @@
-"""Command lines of docs/environments.md and the example of an environment run as they stand."""
+"""Command lines of docs/environments.md run as they stand."""
 
 from __future__ import annotations
 
@@ -52,14 +52,3 @@ def test_the_command_of_gymnasium_plays(workshop: Workshop):
     assert len(samples) == 2
     for sample in samples:
         assert (1 <= sample["metadata"]["env"]["turns"] <= 3, sample["reward"]) == (True, 0.0)
-
-
-def test_the_example_of_an_environment_learns_a_round(workshop: Workshop):
-    (workshop.folder / "examples").symlink_to(ROOT / "examples")
-    command = (ROOT / "examples" / "corridor_environment.py").read_text().partition("slimectl run ")[2].splitlines()[0]
-    small = ["-s", "run.num_rollout=1", "-s", "run.rollout_batch_size=2", "-s", "rollout.n_samples_per_prompt=4"]
-    data = ["-s", "eval.data={corridor='env:eval@[:2]'}", "--name", "corridor"]
-    workshop.slimectl("run", *shlex.split(command), *small, *data)
-    [step] = [line["metrics"] for line in workshop.metrics("corridor") if "train/grad_norm" in line["metrics"]]
-    assert step["train/grad_norm"] > 0
-    assert 1 <= step["rollout/env/turns"] <= 6

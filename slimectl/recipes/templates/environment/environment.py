@@ -1,8 +1,8 @@
-"""An environment of one's own: a corridor of five places; letters before n lead left, the others right.
+"""An environment of your own: a corridor of five places. Letters before n lead left, the others right.
 
-    slimectl run --env python:examples/corridor_environment.py:Corridor -c examples/corridor_environment.toml
+slimectl rollout --env python:environment.py:Corridor --model tiny -n 1
 
-An untrained model of 0.9 M parameters learns to reach the right end from the reward alone.
+A new model of 0.9 M parameters learns to reach the right end from rewards only.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ PLACES = 5
 
 
 class Corridor(Environment):
-    """Walk to the right end: each step towards it gives 0.25, each step back takes as much, another answer nothing."""
+    """Walk to the right end. A step towards it gives 0.25, a step back takes as much, another answer gives nothing."""
 
     def __init__(self, target: str, arguments: Mapping[str, Any]) -> None:
+        """Prepare what episodes share. `arguments` are those of rollout.env_args."""
         self.place = 0
 
     def reset(self, task: Task) -> Observation:
+        """Begin an episode. Equal seeds begin equal episodes."""
         self.place = random.Random(task.seed).randrange(2)
         return Observation([self._seen()])
 
     def step(self, action: Action) -> Observation:
+        """Return what the model reads next, the reward of its action for player 0, and whether the episode ends."""
         letter = action.text.strip()[:1].lower()
         if not ("a" <= letter <= "z"):
             return Observation([self._seen()], {0: 0.0}, is_error=True)

@@ -1,7 +1,7 @@
 """An agent of your own: it checks the answer, and gives the model a second try.
 
-slimectl run … -s rollout.custom_generate_function_path=examples/custom_agent.py:generate
-python examples/custom_agent.py        # one attempt of an untrained model
+slimectl run -s rollout.custom_generate_function_path=agent.py:generate
+python agent.py        # one attempt of an untrained model
 """
 
 from __future__ import annotations
@@ -16,12 +16,22 @@ from slimectl.types import SamplingParams
 
 
 async def generate(sample: Sample, sampling_params: SamplingParams, generate: Generate, tokenizer: Any) -> Sample:
-    """Ask; if the answer lacks the label, say so and ask once more. What the agent says is not trained on."""
+    """Run one attempt: ask, check the answer, and ask once more if it is wrong.
+
+    `conversation.ask()` returns the model's text, or None if there is no room for another turn. Call your tools here,
+    and give their results to `conversation.tell`. The model is not trained on what you tell it. `sample.reward` is the
+    reward of the attempt. Leave it unset to have a verifier or a reward function grade the response.
+    """
     conversation = Conversation(sample, tokenizer, generate, sampling_params, max_turns=2)
+    sample.reward = 0.0
     answer = await conversation.ask()
-    if answer is not None and str(sample.label) not in answer:
+    if answer is not None and answer.strip() == str(sample.label):
+        sample.reward = 1.0
+    elif answer is not None:
         conversation.tell_text(" That is wrong. Again: ")
-        await conversation.ask()
+        answer = await conversation.ask()
+        if answer is not None and answer.strip() == str(sample.label):
+            sample.reward = 0.5
     return sample
 
 
@@ -33,9 +43,10 @@ def main() -> Sample:
             "rollout.custom_generate_function_path": f"{__file__}:generate",
             "rollout.n_samples_per_prompt": 1,
             "rollout.max_response_len": 128,
-            "rollout.apply_chat_template": False,  # "1 + 1 = " is a text to be continued
+            "rollout.apply_chat_template": False,
         }
-        [sample] = islice(rollout([Prompt("1 + 1 = ", label="2")], load_settings(values=values)), 1)
+        prompt = Prompt("Which is larger, 3 or 7?", label="7")
+        [sample] = islice(rollout([prompt], load_settings(values=values)), 1)
     agent_tokens = sample.loss_mask.count(0) if sample.loss_mask else 0
     print(f"{sample.response_length} tokens, {agent_tokens} of them the agent's: {sample.response!r}")
     return sample
