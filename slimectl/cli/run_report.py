@@ -22,6 +22,7 @@ from slimectl.cli.score import explanation_text
 from slimectl.cli.terminal import sparkline, visible
 from slimectl.cli.viewer.conversation import conversation
 from slimectl.cli.viewer.library import Library, RunSource, SamplesFile
+from slimectl.data.metrics_catalogue import evaluation_results
 from slimectl.data.ownership import read_manifest
 from slimectl.diagnosis import Finding, diagnose_run
 from slimectl.errors import SettingsError, SlimectlError
@@ -37,9 +38,6 @@ SHOWN = 2
 MAX_RUNS_WITH_SAMPLES = 6
 MAX_POINTS = 24
 """Blocks of a curve in a table."""
-EVALUATION = re.compile(r"eval/(?P<name>.+?)(?P<kind>_accuracy|_avg_reward|/loss|-(?:pass|maj|avg)@\d+)")
-KINDS = {"_accuracy": "accuracy", "_avg_reward": "mean reward", "/loss": "loss"}
-STDERR = "_stderr"
 TITLES = {"memory_gib": "memory (GiB)", "gpus": "GPUs", "cores": "CPU cores"}
 
 Row = Sequence[str]
@@ -263,25 +261,16 @@ def _warning(warning: dict[str, Any]) -> str:
 
 def _evaluation_rows(run: RunSource) -> Iterator[Row]:
     """Yield a row for each measure of each evaluation: before, after, change and best, with standard errors."""
-    values: dict[str, list[tuple[int, float, float | None]]] = {}
+    values: dict[tuple[str, str], list[tuple[int, float, float | None]]] = {}
     for line in run.all_metrics():
-        for name, value in line["metrics"].items():
-            if EVALUATION.fullmatch(name):
-                error = line["metrics"].get(f"{name}{STDERR}")
-                values.setdefault(name, []).append((line.get("rollout_id", line["step"]), value, error))
-    for name in sorted(values, key=lambda name: _measure(name)[0]):
-        (dataset, kind), points = _measure(name), values[name]
+        for key, (value, error) in evaluation_results(line["metrics"]).items():
+            values.setdefault(key, []).append((line.get("rollout_id", line["step"]), value, error))
+    for (dataset, measure), points in sorted(values.items(), key=lambda item: item[0][0]):
         first, last = points[0], points[-1]
-        best = (min if kind == "loss" else max)(points, key=lambda point: point[1])
+        best = (min if measure == "loss" else max)(points, key=lambda point: point[1])
         change = f"{last[1] - first[1]:+.3g}" if len(points) > 1 else ""
-        yield [code(dataset, 60), kind, _measured(first), _measured(last) if len(points) > 1 else "", change,
+        yield [code(dataset, 60), measure, _measured(first), _measured(last) if len(points) > 1 else "", change,
                _measured(best)]  # fmt: skip
-
-
-def _measure(name: str) -> tuple[str, str]:
-    match = EVALUATION.fullmatch(name)
-    assert match is not None, "only names that match are collected"
-    return match["name"], KINDS.get(match["kind"], match["kind"].removeprefix("-"))
 
 
 def _measured(point: tuple[int, float, float | None]) -> str:

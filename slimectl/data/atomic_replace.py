@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 
 from slimectl.data.locks import Lock
-from slimectl.data.ownership import STAGED, files_below, is_made, own_files, remove_made, remove_staged
+from slimectl.data.ownership import STAGED, files_below, is_card, is_made, own_files, remove_made, remove_staged
 from slimectl.errors import SettingsError, StorageError
 
 RESUME = ".resume"
@@ -134,7 +134,10 @@ def replace_folder(staged: Path, target: Path, names: re.Pattern[str] | None = N
     """Rename the complete folder `staged` to `target`. Raises SettingsError if that would lose the user's files."""
     old = _old(target)
     if replaces := os.path.lexists(target):
-        clash = [name for name in _foreign_files(target, names) if os.path.lexists(staged / name)]
+        foreign = _foreign_files(target, names)
+        for card in filter(is_card, foreign):  # the user's card stays
+            (staged / card).unlink(missing_ok=True)
+        clash = [name for name in foreign if os.path.lexists(staged / name)]
         if clash or os.path.lexists(old):
             place = target / clash[0] if clash else old
             raise SettingsError(f"{place}: is in the way, and slimectl did not write it. Move it away.")

@@ -24,7 +24,8 @@ def content_hash(path: str | Path, *, full: bool = False) -> str:
 
     In a directory, weight files and files above BRIEF_BYTES are hashed by size, and safetensors files also by their
     header. Two steps of one run therefore have the same hash, unless `full` reads every byte. A link out of the
-    directory is hashed by its target path. Temporary files (`.tmp-…`) are ignored. Raises SettingsError if `path` does
+    directory is hashed by its target path. Temporary files (`.tmp-…`) and a
+    model's README.md are ignored. Raises SettingsError if `path` does
     not exist.
     """
     path = Path(path)
@@ -35,7 +36,7 @@ def content_hash(path: str | Path, *, full: bool = False) -> str:
     combined = hashlib.sha256()
     for file in sorted(p for p in path.rglob("*") if p.is_symlink() or p.is_file()):
         name = file.relative_to(path)
-        if any(part.startswith(".tmp-") for part in name.parts):
+        if any(part.startswith(".tmp-") for part in name.parts) or name.name == "README.md":
             continue
         if digest := _entry_hash(file, full=full):
             combined.update(f"{name.as_posix()}\0{digest}\n".encode(errors="surrogateescape"))

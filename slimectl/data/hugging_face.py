@@ -20,7 +20,7 @@ DATA_FILE = re.compile(
     f".*({'|'.join(map(re.escape, [*PARQUET, *ARROW, *DELIMITERS, *JSON]))})(\\.gz|\\.zst)?", re.IGNORECASE
 )
 HUB_NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(/(?P<files>.+))?")
-MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md"]
 """Files of a model to download. Weights in other formats are left out."""
 TRAIN = re.compile(r"(^|[/_.-])train([/_.-]|$)")
 

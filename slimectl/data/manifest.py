@@ -16,7 +16,7 @@ from typing import Any
 from slimectl import __version__
 from slimectl.data.atomic_replace import write_text
 from slimectl.data.hashing import SHA256, XXH3, Digest, content_hash, damage_hash, new_hash
-from slimectl.data.ownership import MANIFEST
+from slimectl.data.ownership import MANIFEST, is_card
 from slimectl.errors import CheckpointError
 from slimectl.system.model_files import check_file, open_file, read_json
 from slimectl.system.redaction import mask_addresses, redact, without_secrets
@@ -211,7 +211,8 @@ def _files(manifest: dict[str, Any]) -> Files | None:
             return None
         if name.startswith("/") or ".." in name.split("/") or "\0" in name:
             raise CheckpointError(f"{MANIFEST} lists {name!r:.80}, which is not a file of its folder")
-        files[name] = size, digest
+        if not is_card(name):  # people edit cards
+            files[name] = size, digest
     return files
 
 

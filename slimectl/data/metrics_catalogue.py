@@ -495,6 +495,24 @@ def is_supervised(metrics: Mapping[str, float]) -> bool:
     return "train/pair_accuracy" in metrics or ("train/sft_loss" in metrics and not has_reward)
 
 
+_RESULT = re.compile(r"eval/(?P<name>.+?)(?P<kind>_accuracy|_avg_reward|/loss|-(?:pass|maj|avg)@\d+)")
+_MEASURES = {"_accuracy": "accuracy", "_avg_reward": "mean reward", "/loss": "loss"}
+
+
+def evaluation_results(metrics: Mapping[str, float]) -> dict[tuple[str, str], tuple[float, float | None]]:
+    """Return the (value, standard error or None) of each (dataset, measure) of an evaluation.
+
+    >>> evaluation_results({"eval/a_accuracy": 0.5, "eval/a_accuracy_stderr": 0.1, "eval/a-pass@4": 0.8})
+    {('a', 'accuracy'): (0.5, 0.1), ('a', 'pass@4'): (0.8, None)}
+    """
+    results = {}
+    for name, value in metrics.items():
+        if match := _RESULT.fullmatch(name):
+            measure = _MEASURES.get(match["kind"], match["kind"].removeprefix("-"))
+            results[match["name"], measure] = value, metrics.get(f"{name}_stderr")
+    return results
+
+
 def progress(metrics: Mapping[str, float]) -> tuple[str, float] | None:
     """Return the name and value that show a run's progress: the mean reward, or a supervised loss."""
     if is_supervised(metrics):

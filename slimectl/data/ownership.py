@@ -5,6 +5,7 @@ Everything else belongs to the user, and is never removed, truncated or overwrit
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -21,6 +22,8 @@ from slimectl.system.model_files import LINKS, linked_step
 MANIFEST = "manifest.json"
 LOCK = ".slimectl.lock"
 """Lock file of the active run in a folder."""
+CARD = "README.md"
+"""Card of a model in its folder. People edit cards: an edited one is theirs, and no check of integrity reads it."""
 STAGED = ".slimectl-staged"
 """Marks an incomplete folder, or a folder of one weight push, whose content may be removed."""
 
@@ -41,7 +44,10 @@ COMPANIONS = (
     r"(config|generation_config|((video_)?pre)?processor_config|special_tokens_map|added_tokens|tekken|trainer|chat_template)\.json|[^/]+\.(jinja|model|tiktoken)|tokenizer[^/]*"
     r"|vocab\.[a-z]+|merges\.txt|additional_chat_templates/[^/]+\.jinja"
 )
-MODEL = rf"((trainer/)?({WEIGHTS}|{COMPANIONS})|\.gitignore|manifest\.json|\.slimectl-staged|\.(part|facts)-[^/]+)"
+CARDS = r"(adapter/)?README\.md"
+MODEL = (
+    rf"((trainer/)?({WEIGHTS}|{COMPANIONS})|{CARDS}|\.gitignore|manifest\.json|\.slimectl-staged|\.(part|facts)-[^/]+)"
+)
 STEP = rf"((trainer/)?(policy|critic)/{MODEL}|manifest\.json|state\.json|{'|'.join(map(re.escape, ROUND_FILES))})"
 
 PUSHES = re.compile(r"weights_\d+|current|check")
@@ -167,8 +173,26 @@ def own_files(folder: Path, names: re.Pattern[str] | None = None) -> list[str]:
     return [
         name
         for name in files_below(folder)
-        if staged or name in listed or name == MANIFEST or (names is not None and names.fullmatch(name))
+        if staged
+        or (
+            _is_own_card(folder, name, listed)
+            if is_card(name)
+            else name in listed or name == MANIFEST or (names is not None and names.fullmatch(name))
+        )
     ]
+
+
+def is_card(name: str) -> bool:
+    """Return whether a file of a folder is a model's card."""
+    return name.rpartition("/")[2] == CARD
+
+
+def _is_own_card(folder: Path, name: str, listed: dict[str, Any]) -> bool:
+    """Return whether slimectl wrote a card, and it was not edited since."""
+    digest = entry.get("sha256") if isinstance(entry := listed.get(name), dict) else None
+    with suppress(OSError):
+        return digest is not None and hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+    return False
 
 
 def own_run_files(folder: Path) -> list[str]:
@@ -179,7 +203,7 @@ def own_run_files(folder: Path) -> list[str]:
         top = _checkpoint_of(name)
         if top and top not in listings:
             listings[top] = (read_manifest(folder / top) or {}).get("files") or {}
-    return [name for name in mine if _is_listed(name, listings)]
+    return [name for name in mine if _is_listed(folder, name, listings)]
 
 
 def _checkpoint_of(name: str) -> str:
@@ -188,10 +212,12 @@ def _checkpoint_of(name: str) -> str:
     return match.group(1) if match else ""
 
 
-def _is_listed(name: str, listings: dict[str, dict[str, Any]]) -> bool:
+def _is_listed(folder: Path, name: str, listings: dict[str, dict[str, Any]]) -> bool:
     top = _checkpoint_of(name)
     listed = listings.get(top)
     relative = name.removeprefix(f"{top}/")
+    if is_card(name):
+        return _is_own_card(folder / top, relative, listed or {})
     return not top or not listed or relative in listed or relative in (MANIFEST, *ROUND_FILES)
 
 

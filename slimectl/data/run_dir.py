@@ -403,4 +403,8 @@ class RunDir:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    return (folder / "policy").is_dir() and any((folder / name).exists() for name in (MANIFEST, "state.json"))
+    files = ownership.files_below(folder / "policy")
+    is_pruned = bool(files) and all(map(ownership.is_card, files))  # the user's card stayed
+    return (
+        (folder / "policy").is_dir() and not is_pruned and any((folder / n).exists() for n in (MANIFEST, "state.json"))
+    )

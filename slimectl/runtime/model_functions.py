@@ -15,6 +15,7 @@ from slimectl.data.atomic_replace import refuse_existing
 from slimectl.data.chat import encode_raw, render
 from slimectl.data.convert_options import ConvertOptions
 from slimectl.data.manifest import check_integrity
+from slimectl.data.model_card import TrainingProgress, write_cards
 from slimectl.data.ownership import read_manifest
 from slimectl.data.run_dir import write_folder
 from slimectl.data.streams import of_type
@@ -196,7 +197,12 @@ class Trainer(_Closing):
         `force` replaces a checkpoint that slimectl wrote. Raises SettingsError if anything else is there.
         """
         refuse_existing(Path(path), force=force)
-        write_folder(Path(path), self._models.save, manifest_fields=manifest_fields)
+
+        def fill(staged: Path) -> None:
+            self._models.save(staged)
+            write_cards(staged, self.settings, TrainingProgress(self.state.rollout_id, self.state.step))
+
+        write_folder(Path(path), fill, manifest_fields=manifest_fields)
 
 
 def create_model(card: str, folder: Path | str, *, seed: int = 1234) -> Path:

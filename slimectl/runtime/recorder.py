@@ -15,6 +15,7 @@ from slimectl.algorithms.normalization import RewardMoments
 from slimectl.data.atomic_replace import storage_errors, write_text
 from slimectl.data.jsonl import write_samples
 from slimectl.data.metrics_catalogue import progress
+from slimectl.data.model_card import TrainingProgress, write_cards
 from slimectl.data.records import sampler_state_from_json, sampler_state_to_json
 from slimectl.data.run_dir import RunDir
 from slimectl.data.source_identity import Identity
@@ -202,6 +203,7 @@ class RunRecorder:
         text = json.dumps(saved_state) + "\n"
         models: dict[str, Any] = {"policy": policy} | ({} if self.critic is None else {"critic": self.critic})
         number, is_best = state.rollout_id, self.is_best(state.rollout_id)
+        done = TrainingProgress(number, state.step, tuple(self.scores), tuple(self.evaluations))
 
         @timeline.block("checkpoints", "save", round=number)
         def write(copied: Callable[[], None] | None = None) -> None:
@@ -220,6 +222,7 @@ class RunRecorder:
                     wait()
                 for folder in folders:
                     separate_trainer_state(folder)
+                write_cards(folders[0], self.settings, done)
 
             self.folder.save(number, fill)
             if is_best:

@@ -23,6 +23,7 @@ from slimectl.checkpoints.validate import StackedExperts, UnfusedExperts, Valida
 from slimectl.data.convert_options import ConvertOptions
 from slimectl.data.hashing import Digest, content_hash
 from slimectl.data.manifest import Manifest, check_integrity, integrity_error, settings_hash
+from slimectl.data.model_card import convert_card
 from slimectl.protocols import NO_PROGRESS, Progress, Weights
 from slimectl.stages.convert import Output, convert
 from slimectl.system.model_files import check_model_files
@@ -138,6 +139,7 @@ def _scheme(options: ConvertOptions) -> WritableScheme:
 def _write_companions(source: Source, options: ConvertOptions, target_weights: Weights, into: Path) -> None:
     """Write config, tokenizer and templates. The config has the dtype and quantization of the new weights."""
     source.companions(into)
+    convert_card(Path(source.location), into, quantize=options.quantize)
     config = dict(source.config)
     if options.dtype or source.dequantized:
         config.pop("torch_dtype", None)  # the key's name before transformers 5
