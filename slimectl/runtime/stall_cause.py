@@ -10,13 +10,16 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 
 from slimectl.settings import Settings
 from slimectl.settings.keys import flat
 from slimectl.system.processes import PIPE_FULL, STATES, ProcessView
+from slimectl.system.redaction import redact_text
 from slimectl.system.stdio import quantity
 
 HEAD = re.compile(r'^(?:Current )?(?P<kind>[Tt]hread|Task) (?P<name>"[^"]*"|\S+)')
@@ -155,11 +158,14 @@ class Part:
 
 
 class StallCause:
-    """Names what a run waits for. `driver` is the run's own process, `children` are those that it started."""
+    """Names what a run waits for. `driver` is the run's own process, `children` are those that it started.
 
-    def __init__(self, driver: ProcessView, children: Sequence[ProcessView], settings: Settings) -> None:
+    `hooks` are settings that may name a function, with their values.
+    """
+
+    def __init__(self, driver: ProcessView, children: Sequence[ProcessView], hooks: Sequence[tuple[str, str]]) -> None:
         self.driver, self.children = Part(driver), [Part(view) for view in children]
-        self._hooks = [(key, value) for key, value in flat(settings) if isinstance(value, str) and value]
+        self._hooks = hooks
 
     def __str__(self) -> str:
         looks = (
@@ -265,7 +271,7 @@ class StallCause:
         """A thread of the run: in the user's code, else the main thread."""
         stacks = [stack for stack in self.driver.stacks if not stack.is_idle]
         stack = next((stack for stack in stacks if stack.users), None)
-        main = next((stack for stack in stacks if "MainThread" in stack.name), None)
+        main = next((stack for stack in stacks if "MainThread" in stack.name), stacks[-1] if stacks else None)
         stack = stack or main
         if stack is None or stack.place is None:
             return ""
@@ -288,11 +294,43 @@ def _named_function(value: str) -> tuple[str, str]:
     return (path.rpartition(".")[2], function) if function else (module.rpartition(".")[2], name)
 
 
-def report(driver: ProcessView, children: Iterable[ProcessView]) -> Iterator[str]:
-    """Yield the lines of a report about all processes of a run."""
-    for part in map(Part, (driver, *children)):
-        state = STATES.get(part.view.state, "")
-        notes = "; ".join(filter(None, (state, part.view.waits)))
+@dataclass
+class StallReport:
+    """What is said about a stall, and written to logs/stall.log in the run's folder. It can be sent as JSON."""
+
+    folder: str
+    resume_command: str
+    timeout_s: float
+    hooks: list[tuple[str, str]]
+    """Settings that may name a function, with their values."""
+    summary: str = ""
+
+    @classmethod
+    def of(cls, settings: Settings, folder: Path, resume_command: str) -> StallReport:
+        hooks = [(key, value) for key, value in flat(settings) if isinstance(value, str) and value]
+        return cls(str(folder), resume_command, settings.run.stall_timeout or 0.0, hooks)
+
+    def write(self, driver: ProcessView, children: Sequence[ProcessView]) -> str:
+        """Write the stacks of the processes to the log. Return the message that names the cause, and set `summary`."""
+        try:
+            cause = redact_text(str(StallCause(driver, children, self.hooks)))
+        except Exception as error:
+            cause = f"the cause is not known ({type(error).__name__}: {error})"
+        self.summary = f"no progress for {self.timeout_s:g} s: {cause}"
+        file = Path(self.folder) / "logs" / "stall.log"
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC: {self.summary}\n\n")
+                stream.writelines(f"{redact_text(line)}\n" for line in _descriptions((driver, *children)))
+        continuation = f"Stacks: {file}. Continue with: {self.resume_command}"
+        return f"no progress for {self.timeout_s:g} s (run.stall_timeout): {cause}. {continuation}"
+
+
+def _descriptions(views: Iterable[ProcessView]) -> Iterator[str]:
+    """Yield lines with the state and the stacks of each process."""
+    for part in map(Part, views):
+        notes = "; ".join(filter(None, (STATES.get(part.view.state, ""), part.view.waits)))
         yield f"=== {part.name}{': ' + notes if notes else ''}"
         yield f"command: {part.view.command}"
         yield part.view.stacks

@@ -9,18 +9,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from slimectl.errors import StalledError
 from slimectl.protocols import ProcessLister
 from slimectl.runtime.grace import GracePeriod
-from slimectl.runtime.stall_cause import StallCause, report
+from slimectl.runtime.stall_cause import StallReport
+from slimectl.runtime.stall_guard import Guard
 from slimectl.settings import Settings
 from slimectl.system import stdio
-from slimectl.system.liveness import own_stacks, progress_count
+from slimectl.system.liveness import expose, own_stacks, progress_count
 from slimectl.system.processes import ProcessView, descendants, kill_descendants, look_at
-from slimectl.system.redaction import redact_text
 from slimectl.system.shared_memory import remove_blocks_of
 from slimectl.system.stdio import logger
 
@@ -36,6 +35,7 @@ BUSY_RATE = 0.25
 """Rate at which time counts while a process of slimectl works but does not note any progress."""
 END_S = 30.0
 """Seconds without progress that the run gets to save and to end after a stall."""
+OWN_NAME = "the run's own process"
 SERVER = "SLIMECTL_PARENT"
 """Environment variable of servers and their processes. They use the CPU while they wait."""
 
@@ -48,7 +48,8 @@ class StallWatch:
     count. Time in which slimectl's own processes compute counts by BUSY_RATE, because it may be an endless loop or a
     long import. Ranks compute while they wait for a GPU, so this holds for them only until `is_starting` is false.
     `error` is set after a stall, and the main thread gets a SIGINT. If it does not end then and `may_exit` is
-    true, everything that the run started is killed, and this process exits.
+    true, everything that the run started is killed, and this process exits. A guard process does the same if no thread
+    of this process can run (stall_guard.py).
     """
 
     def __init__(
@@ -63,19 +64,28 @@ class StallWatch:
         self._ended = threading.Event()
         self._is_paused = False
         self._thread = threading.current_thread()
-        self._own_count, self._own_cpu_s = progress_count(), time.process_time()
+        self._own_count = progress_count()
         self._views: dict[tuple[str, int], ProcessView] | None = None
+        self._guard: Guard | None = None
 
     def __enter__(self) -> StallWatch:
         return self
 
     def start(self) -> None:
         """Start to watch, once the run's folder exists."""
-        if self._settings.run.stall_timeout is not None:
-            threading.Thread(target=self._watch, name="stall watch", daemon=True).start()
+        timeout_s = self._settings.run.stall_timeout
+        if timeout_s is None:
+            return
+        if self._may_exit:
+            expose(OWN_NAME)
+            self._own_count = progress_count()
+            self._guard = Guard(StallReport.of(self._settings, self._folder, self._resume_command))
+        threading.Thread(target=self._watch, args=(timeout_s,), name="stall watch", daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
+        if self._guard is not None and self.error is None:
+            self._guard.end()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -86,13 +96,11 @@ class StallWatch:
         finally:
             self._is_paused = False
 
-    def _watch(self) -> None:
-        timeout_s = self._settings.run.stall_timeout
-        assert timeout_s is not None
+    def _watch(self, timeout_s: float) -> None:
         self._wait_for_silence(timeout_s, self._ended)
         if self._ended.is_set():
             return
-        self._name_cause(timeout_s)
+        self._name_cause()
         if self._thread is not threading.main_thread():
             return  # signals are handled in the main thread only
         self._grace.break_off()
@@ -108,6 +116,8 @@ class StallWatch:
         while silent_s < limit_s:
             if ended.wait(look_s):
                 return
+            if self._guard is not None:
+                self._guard.reassure()
             now = time.monotonic()
             # A process that was stopped, or a machine that slept, has missed looks.
             elapsed_s, last = min(now - last, 2 * look_s), now
@@ -116,16 +126,15 @@ class StallWatch:
 
     def _silence(self, look_s: float) -> float:
         """Return the rate at which the time since the last look counts as silence: 0 after any progress."""
-        count, cpu_s = progress_count(), time.process_time()
-        has_progressed, is_busy = count != self._own_count, cpu_s - self._own_cpu_s >= CPU_SHARE * look_s
-        self._own_count, self._own_cpu_s = count, cpu_s
-        if has_progressed:
+        count, previous_count = progress_count(), self._own_count
+        self._own_count = count
+        if count != previous_count:
             return 0.0
-        earlier, self._views = self._views, {(view.machine, view.pid): view for view in self._look()}
-        rates = [BUSY_RATE if is_busy else 1.0]
-        if earlier is not None:
-            rates += [self._rate(earlier.get(key), view, look_s) for key, view in self._views.items()]
-        return min(rates)
+        views = [replace(view, name=OWN_NAME) for view in look_at([os.getpid()])] + self._look()
+        earlier, self._views = self._views, {(view.machine, view.pid): view for view in views}
+        if earlier is None:
+            return 1.0
+        return min((self._rate(earlier.get(key), view, look_s) for key, view in self._views.items()), default=1.0)
 
     def _rate(self, before: ProcessView | None, now: ProcessView, look_s: float) -> float:
         """Return 0 if a process has made progress since the last look, BUSY_RATE if it only used the CPU, else 1."""
@@ -149,24 +158,13 @@ class StallWatch:
                 views += [view for view in listed if view.machine or view.pid not in local_pids]
         return views
 
-    def _name_cause(self, timeout_s: float) -> None:
+    def _name_cause(self) -> None:
         """Set the error, and write the stacks of all processes into the run's folder."""
-        children = self._look(stacks=True)
+        stall = StallReport.of(self._settings, self._folder, self._resume_command)
         [view] = look_at([os.getpid()]) or [ProcessView(os.getpid(), 0, "slimectl", "", 0.0, 0)]
-        driver = replace(view, name="the run's own process", stacks=own_stacks())
-        try:
-            cause = redact_text(str(StallCause(driver, children, self._settings)))
-        except Exception as error:
-            cause = f"the cause is not known ({type(error).__name__}: {error})"
-        lines = [f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC: no progress for {timeout_s:g} s: {cause}", ""]
-        file = self._folder / "logs" / "stall.log"
-        message = f"no progress for {timeout_s:g} s (run.stall_timeout): {cause}. Stacks: {file}"
-        with suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a", encoding="utf-8") as stream:
-                stream.writelines(f"{line}\n" for line in [*lines, *map(redact_text, report(driver, children))])
-        self.error = StalledError(f"{message}. Continue with: {self._resume_command}")
-        logger.warning(f"no progress for {timeout_s:g} s: {cause}. The run ends")
+        message = stall.write(replace(view, name=OWN_NAME, stacks=own_stacks()), self._look(stacks=True))
+        self.error = StalledError(message)
+        logger.warning(f"{stall.summary}. The run ends")
 
     def _exit(self) -> None:
         """End this process and everything that the run started."""
@@ -174,6 +172,6 @@ class StallWatch:
         if not self._ended.is_set():  # the command has not printed the error
             stdio.draw_below("")
             stdio.say(f"slimectl: {self.error}")
-        killed = kill_descendants()
+        killed = kill_descendants(os.getpid())
         remove_blocks_of({*killed, os.getpid()})
         os._exit(self.error.exit_code)

@@ -91,7 +91,9 @@ def _look(pid: int, *, stacks: bool) -> ProcessView | None:
     if state == "Z":
         return None
     command = _text(proc / "cmdline").replace("\0", " ").strip() or f"[{_text(proc / 'comm').strip()}]"
-    counts = (line.partition(": ")[2] for line in _text(proc / "io").splitlines()[:6] if "sysc" not in line)
+    # Without what this process reads, because it reads these files.
+    kinds = ("wchar", "read_bytes", "write_bytes", *(("rchar",) if pid != os.getpid() else ()))
+    counts = (line.partition(": ")[2] for line in _text(proc / "io").splitlines() if line.startswith(kinds))
     variables = frozenset(
         entry.partition("=")[0] for entry in _text(proc / "environ").split("\0") if entry.startswith("SLIMECTL_")
     )
@@ -183,15 +185,16 @@ def _text(path: Path) -> str:
         return ""
 
 
-def kill_descendants() -> set[int]:
-    """Kill everything that this process has started, and return the process ids.
+def kill_descendants(root: int) -> set[int]:
+    """Kill everything that a process has started, except this process, and return the process ids.
 
     Trackers of shared memory stay, because they clean up and end after the others.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + STACK_S
     while time.monotonic() < deadline:
-        views = [view for view in look_at(descendants(os.getpid())) if "resource_tracker" not in view.command]
+        views = look_at(pid for pid in descendants(root) if pid != os.getpid())
+        views = [view for view in views if "resource_tracker" not in view.command]
         if not views:
             break
         for view in views:

@@ -63,8 +63,8 @@ def own_view() -> ProcessView:
     return replace(view, stacks=own_stacks())
 
 
-def cause(*views: ProcessView, **score: str) -> str:
-    return str(StallCause(own_view(), views, Settings.model_validate({"score": score})))
+def cause(*views: ProcessView, **hooks: str) -> str:
+    return str(StallCause(own_view(), views, [(f"score.{name}", value) for name, value in hooks.items()]))
 
 
 def test_a_process_shows_its_stack_while_it_is_stuck_and_the_setting_that_names_its_function(tmp_path: Path):
