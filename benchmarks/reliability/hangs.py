@@ -166,6 +166,7 @@ class Kind:
 
 RANKS = ["-s", "cluster.actor_num_gpus_per_node=2", "-s", "train.custom_loss_function_path=reward.py:loss"]
 OWN_REWARD = ["-s", "score.custom_rm_path=none", "-s", "eval.interval=none", "-s", "rollout.max_response_len=60"]
+WORLD_EVAL = ["-s", "eval.data={small={path='held.jsonl', rm_type='exact'}}"]
 WORKER = ["-s", "score.workers=1"]
 TRACKER = ["-s", "track.with=['stdout','jsonl']", "-s", "track.kwargs={jsonl={path='tracked.jsonl'}}"]
 INPUT = ["-s", "track.custom_rollout_log_function_path=reward.py:log"]
@@ -178,9 +179,9 @@ KINDS = [
     Kind("full pipe", "pipe", REWARD + r".* child process \d+ .* writes into a full pipe", WORKER),
     Kind("stuck tracker", "tracker", r"a tracker is stuck in trackers/jsonl\.py.* full pipe", TRACKER),
     Kind("agent's program", "agent", r"agent's program does not end: .*agent\.py \(process \d+\) sleeps",
-         ["--agent", "python agent.py", *OWN_REWARD]),
+         ["--agent", "python agent.py", *OWN_REWARD], exact=False),
     Kind("environment", "environment", r"environment \(forked\) \(process \d+\) is stuck in world\.py:\d+ \(step\)",
-         ["--env", "python:world.py:World", "--data", "env@[:8]", *OWN_REWARD]),
+         ["--env", "python:world.py:World", "--data", "env@[:8]", *OWN_REWARD, *WORLD_EVAL]),
     Kind("stopped worker", "stopped", r"worker \(process \d+\) is stopped by a signal", WORKER),
     Kind("Ray actor", "actor", r"sampler \(process \d+\) is stuck in " + REWARD, ["--executor", "ray"]),
     Kind("hook that waits for input", "input", r"reward\.py:\d+ \(log\): `input\(.*\(track\.custom_rollout_log", INPUT),

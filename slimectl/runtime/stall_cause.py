@@ -35,10 +35,15 @@ IDLE = (
     ("system/liveness.py", "_answer_requests"),
 )  # fmt: skip
 """Functions in which a thread waits for work."""
+LONGEST = 60
+"""Characters of a source line that a message shows."""
+SHOWN = 2
+"""Number of programs that a message lists."""
 BLOCKED_CONTEXTS = (
     ("/slimectl/trackers/", "a tracker"),
     ("/runtime/evaluator.py", "the evaluation"),
-    ("/runtime/recorder.py", "the record of the run or its checkpoint"),
+    ("/data/run_dir.py", "the checkpoint"),
+    ("/runtime/recorder.py", "the record of a step"),
     ("/engines/weight_sync/", "the push of weights to the engines"),
     ("/stages/score.py", "the grading of samples"),
     ("/stages/train.py", "the training step"),
@@ -69,6 +74,7 @@ class Frame:
         """Return place and source line: reward.py:9 (reward): `lock.acquire()`."""
         name = self.file.removeprefix(PACKAGE) if self.is_ours else os.path.relpath(self.file)
         source = linecache.getline(self.file, self.line).strip()
+        source = source if len(source) <= LONGEST else f"{source[:LONGEST]}…"
         return f"{name}:{self.line} ({self.function})" + (f": `{source}`" if source else "")
 
 
@@ -191,10 +197,10 @@ class StallCause:
         if not ranks:
             return ""
         calls = {part.view.name: part.collective for part in ranks}
-        waiting = [f"{name} is in {call}" for name, call in calls.items() if call]
+        waiting = [f"{name} waits in {call}" for name, call in calls.items() if call]
         if len(waiting) < len(ranks):
             culprits = "; ".join(self._describe(part) for part in ranks if not part.collective)
-            return f"{culprits}. It is waited for: {', '.join(waiting)}" if waiting else culprits
+            return f"{culprits}. Meanwhile {', '.join(waiting)}" if waiting else culprits
         if len(set(calls.values())) > 1:
             places = [f"{name} is in {call}" for name, call in calls.items()]
             places = [f"{place} ({part.main.place})" if part.main else place
@@ -261,8 +267,9 @@ class StallCause:
                     programs = [p for p in self.children if "process_supervisor" in p.view.command]
                     supervisors = {p.view.pid for p in programs}
                     running = (p.view for p in self.children if p.view.parent in supervisors)
-                    names = ", ".join(f"{v.command[:60]} (process {v.pid}) {v.waits}".strip() for v in running)
-                    return f"the agent's program does not end: {names or 'it has not started'}"
+                    names = [f"{view.command[:60]} (process {view.pid}) {view.waits}".strip() for view in running]
+                    more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+                    return f"the agent's program does not end: {', '.join(names[:SHOWN]) or 'not started'}{more}"
                 if stack.within("/slimectl/agents/environments/") and not stack.is_idle:
                     return f"the environment does not answer: {stack.place}"
         return ""

@@ -68,6 +68,9 @@ class InFlightGroups:
         if unfinished:
             run_on(self._loop, self.attempts.engine.abort())
         tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            if not task.cancelling():  # an attempt whose group ended by a KeyboardInterrupt
+                task.cancel()
         if tasks:
             run_on(self._loop, asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()

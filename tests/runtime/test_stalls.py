@@ -137,7 +137,7 @@ def test_the_rank_that_the_others_wait_for_is_the_culprit():
     own = f'"{PACKAGE}/policies/fsdp/trainer.py", line 3 in forward_backward'
     said = cause(rank(0, *ALL_REDUCE), rank(1, '"/home/me/own.py", line 3 in loss', own))
     assert said.startswith("rank 1 (process 101) is stuck in ")
-    assert said.endswith("It is waited for: rank 0 is in all_reduce")
+    assert said.endswith(". Meanwhile rank 0 waits in all_reduce")
     assert cause(rank(0, *ALL_REDUCE), rank(1, *ALL_REDUCE)).startswith("ranks 0, 1 all wait in all_reduce. Check the")
 
 
