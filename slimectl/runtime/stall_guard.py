@@ -1,7 +1,7 @@
 """A process that ends a run whose own threads cannot run, because C code holds the interpreter's lock.
 
-The run's watch (stall_watch.py) writes a byte to it at every look. Without one for the time-out, it names the cause from
-the stacks that the interpreter writes on a signal, and kills the run with everything that it started.
+The run's watch (stall_watch.py) writes a byte to it at every look. Without one for the time-out, it names the cause
+from the stacks that the interpreter writes on a signal, and kills the run with everything that it started.
 """
 
 from __future__ import annotations
