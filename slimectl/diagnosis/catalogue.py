@@ -243,8 +243,8 @@ RESOURCES = (
     ),
     Detector(
         "waiting", "advice", resources.waiting,
-        "Below 0.3 (`perf/wait_time_ratio`), or 0.85 if engine and trainer take turns in one process. Colocated engines "
-        "always make training wait.",
+        "Below 0.3 (`perf/wait_time_ratio`), or 0.85 if engine and trainer take turns in one process. Colocated "
+        "engines always make training wait.",
         ("Generation is slower than training", "Grading is slow"),
         ("Add engines (--engines)", "Lower rollout.max_response_len"),
         patience=3,

@@ -167,12 +167,12 @@ def gaming(run: History) -> Observation | None:
         if not name.endswith("_avg_reward") or len(series) < 2:
             continue
         dataset = name.removesuffix("_avg_reward")
-        rises = gain(reward)
-        error = math.sqrt(2) * _stderr(run, name)
+        rises, noise = gain(reward), significant(reward)
+        error = math.hypot(_stderr(run, name, series.rounds[0]), _stderr(run, name))  # one alone is 0 at accuracy 0
         change = series.values[-1] - series.values[0]
-        falls = change < -3 * error < 0 and rises > significant(reward)
-        lags = change + limits.GAMING_ERRORS * error < limits.GAMING_SHARE * rises
-        if rises > significant(reward) > 0 and error and (falls or lags):
+        falls = change < -3 * error and rises > noise / 2 > 0
+        lags = change + limits.GAMING_ERRORS * error < limits.GAMING_SHARE * rises and rises > noise > 0
+        if error and (falls or lags):
             verb = "falls" if change < -error else "stays flat"
             return Observation(
                 f"The training reward rises by {rises:.3g}, but {dataset} {verb} ({change:+.3g})", (REWARD, dataset)

@@ -202,6 +202,12 @@ def test_a_reward_that_rises_alone_is_gamed(values: Sequence[float], rewards: Se
     assert found.get("gaming", (None,))[0] == number
 
 
+def test_an_evaluation_that_reaches_zero_is_compared_by_its_earlier_error():
+    lines = list(evaluated((0.2, 0.2, 0.0), (0.3, 0.5), name="eval/small_avg_reward", error=0.02))
+    lines[-1]["metrics"]["eval/small_avg_reward_stderr"] = 0.0  # all responses are wrong, so they do not differ
+    assert begun(lines)["gaming"][0] == 10
+
+
 def test_an_evaluation_that_never_gains_in_60_rounds_is_flat():
     accuracies = (0.5, *[0.49, 0.5] * 6)  # at rounds 0, 5, … 60
     flat = begun(evaluated(accuracies, [0.5] * 13, name="eval/small_accuracy", error=0.01))
