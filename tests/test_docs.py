@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import textwrap
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from test_floors import FLOORS
 
+from slimectl import errors
 from slimectl.settings.reference import entries
 from slimectl.types import Sample
 
@@ -94,6 +96,31 @@ def test_the_architecture_page_has_every_package():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     packages = [path.parent.name for path in (ROOT / "slimectl").glob("*/__init__.py")]
     assert [name for name in sorted(packages) if f"`{name}/`" not in text] == []
+
+
+def test_the_guide_for_coding_agents_is_short_and_its_commands_and_files_exist():
+    text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 100
+    files = re.findall(r"(?<![\w/.-])(?:[\w-]+/)*[\w-]+\.(?:py|md|txt|toml)\b", text)
+    assert {"tests/test_interface.py", "constraints.txt", "slimectl/errors.py"} <= set(files)
+    assert [name for name in files if not (ROOT / name).exists()] == []
+    for script in re.findall(r"python (tests/[\w/]+\.py)", text):  # run as a script, each writes its file
+        assert '__name__ == "__main__"' in (ROOT / script).read_text(encoding="utf-8"), script
+    packages = [path.parent.name for path in (ROOT / "slimectl").glob("*/__init__.py")]
+    named = re.findall(r"slimectl/(\w+)/", text)
+    assert set(named) <= set(packages)
+
+
+def test_the_page_for_programs_has_every_command_with_json_and_every_exit_code():
+    text = (ROOT / "docs" / "reference" / "programs.md").read_text(encoding="utf-8")
+    commands = json.loads((ROOT / "tests" / "interface" / "commands.json").read_text(encoding="utf-8"))
+    grouped = commands | {f"settings {name}": options for name, options in commands.pop("settings").items()}
+    with_json = {name for name, options in grouped.items() if "--json" in options}
+    assert set(re.findall(r"^\| `slimectl ((?:settings )?\w+)[^`]* --json`", text, re.MULTILINE)) == with_json
+    codes = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", text, re.MULTILINE) for code in row.split(", ")}
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    own = {value.exit_code for value in classes if issubclass(value, errors.SlimectlError)}
+    assert codes == own | {0, errors.EXIT_INTERRUPTED, errors.EXIT_READER_GONE, 143, 129}
 
 
 def test_the_glossary_is_in_alphabetical_order():

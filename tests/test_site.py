@@ -81,7 +81,7 @@ def commands(block: str) -> Iterator[list[str]]:
         yield from (part[1:] for part in parts if part[:1] == ["slimectl"] and "--help" not in part)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*ROOT.glob("[AR]*.md"), *DOCS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_the_docs_parses(page: Path):
     for words in (words for block in blocks(page, r"sh(?: \w+)?") for words in commands(block)):
         command = typer.main.get_command(app)

@@ -25,7 +25,7 @@ def init(
         str,
         typer.Option("--from", metavar="TEMPLATE", help="Template: verifier, reward, sft, dpo, agent or environment"),
     ] = "verifier",
-    listed: Annotated[bool, typer.Option("--list", help="List the templates, and write nothing")] = False,
+    lists_templates: Annotated[bool, typer.Option("--list", help="List the templates, and write nothing")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a small project that trains at once: commented settings, data and your own function.
@@ -38,21 +38,21 @@ def init(
     """
     from slimectl.recipes import templates
 
-    chosen = [templates.load(name) for name in (templates.names() if listed else [template])]
-    if not listed:
-        _write(chosen[0], path)
+    selected = [templates.load(name) for name in (templates.names() if lists_templates else [template])]
+    if not lists_templates:
+        _write(selected[0], path)
     if as_json:
-        for each in chosen:
-            facts = {"name": each.name, "title": each.title, "files": list(each.files), "commands": each.commands}
-            stdio.emit(json.dumps(facts))
-    elif listed:
-        for each in chosen:
-            stdio.emit(f"{each.name:<12} {each.title}")
+        for item in selected:
+            record = {"name": item.name, "title": item.title, "files": list(item.files), "commands": item.commands}
+            stdio.emit(json.dumps(record))
+    elif lists_templates:
+        for item in selected:
+            stdio.emit(f"{item.name:<12} {item.title}")
     else:
-        for name in chosen[0].files:
+        for name in selected[0].files:
             stdio.emit(str(path / name))
         enter = [] if path == Path() else [f"cd {shlex.quote(str(path))}"]
-        stdio.note("next:\n" + "\n".join(f"  {line}" for line in [*enter, *chosen[0].commands]))
+        stdio.note("next:\n" + "\n".join(f"  {line}" for line in [*enter, *selected[0].commands]))
 
 
 def _write(template: Template, folder: Path) -> None:
