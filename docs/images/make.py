@@ -13,6 +13,11 @@ for seed in 1 2 3; do for lr in 2e-4 5e-4; do
 done; done
 python docs/images/make.py pictures
 
+The report of docs/view.md, from one of them:
+
+slimectl report pictures/grpo-5e-4-s1 -o report.html
+chromium --headless --hide-scrollbars --window-size=1000,1180 --screenshot=docs/images/report.png file://$PWD/report.html
+
 docs/images/branching_agent.py makes the samples file of the tree of branches:
 
 python docs/images/make.py branches.jsonl

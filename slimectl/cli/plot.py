@@ -23,8 +23,8 @@ FORMATS = {".png": "png", ".svg": "svg"}
 AXES = {"step": "optimizer step", "round": "round", "time": "seconds"}
 """Label of the x axis by its name."""
 FIRST = (
-    "rollout/raw_reward", "train/loss", "eval/*_accuracy", "eval/*/loss", "rollout/entropy", "train/entropy_loss",
-    "train/ppo_kl", "train/kl_loss", "rollout/response_len/mean", "train/grad_norm",
+    "rollout/raw_reward", "train/loss", "train/pair_accuracy", "eval/*_accuracy", "eval/*/loss", "rollout/entropy",
+    "train/entropy_loss", "train/ppo_kl", "train/kl_loss", "rollout/response_len/mean", "train/grad_norm",
 )  # fmt: skip
 """Metrics that are drawn without --metric, unless they are always 0. `*` is the name of an evaluation."""
 HUES = ("#2f6fde", "#d9480f", "#2b8a3e", "#9c36b5", "#c92a2a", "#0c8599", "#b08900", "#e64980", "#a0694b", "#6b7785")
@@ -184,7 +184,10 @@ def _first(names: Sequence[str]) -> list[str]:
         matches = [name for name in names if name.startswith(start) and name.endswith(end)] if star else [pattern]
         selection += [name for name in matches if name in names]
     skipped = {"train/entropy_loss"} if "rollout/entropy" in selection else set()
-    skipped |= {"train/loss"} if "rollout/raw_reward" in selection else set()
+    if "train/pair_accuracy" in names:  # preferences, whose samples have fixed rewards
+        skipped |= {"rollout/raw_reward"}
+    elif "rollout/raw_reward" in selection:
+        skipped |= {"train/loss"}
     return [name for name in selection if name not in skipped]
 
 
@@ -198,7 +201,7 @@ def _entries(runs: Sequence[RunSource]) -> Iterator[tuple[str, str, list[str]]]:
             continue
         group = group_of.get(run.id)
         members = group["runs"] if group else [run.id]
-        label = f"{group['name']} ({len(members)} seeds)" if group else run.path.name
+        label = f"{group['name']} ({len(members)} seeds)" if group else run.name
         yield visible(label, 60), HUES[number % len(HUES)], members
         done |= set(members)
         number += 1

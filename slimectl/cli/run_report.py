@@ -93,7 +93,7 @@ class Report:
 
     def markdown(self) -> str:
         """Return the report. Secrets are masked."""
-        names = ", ".join(code(run.path.name, 60) for run in self.runs[:4]) + (", …" if len(self.runs) > 4 else "")
+        names = ", ".join(code(run.name, 60) for run in self.runs[:4]) + (", …" if len(self.runs) > 4 else "")
         parts = [f"# {'Report on' if len(self.runs) == 1 else f'Report on {len(self.runs)} runs:'} {names}"]
         for title, section in (
             ("Result", self._result), ("Settings", self._settings), ("Curves", self._curves),
@@ -109,7 +109,7 @@ class Report:
         for run in self.runs:
             body = list(section(run, self.summaries[run.id]))
             if body and len(self.runs) > 1:
-                yield f"### {code(run.path.name, 60)}"
+                yield f"### {code(run.name, 60)}"
             yield from body
 
     def _result(self) -> Iterator[str]:
@@ -126,7 +126,7 @@ class Report:
             ]
             yield "The settings that differ between the runs:" if rows else "The runs have the same settings."
             if rows:
-                yield table(["setting", *(code(run.path.name, 60) for run in self.runs)], rows)
+                yield table(["setting", *(code(run.name, 60) for run in self.runs)], rows)
             return
         settings = self.summaries[self.runs[0].id]["settings"]
         base, values = settings["differ_from"], settings["values"]
@@ -174,7 +174,7 @@ class Report:
         compared = len(self.runs) > 1
         rows: list[Row] = []
         for run in self.runs:
-            rows += [[*([code(run.path.name, 60)] if compared else []), *row] for row in _evaluation_rows(run)]
+            rows += [[*([code(run.name, 60)] if compared else []), *row] for row in _evaluation_rows(run)]
         if rows:
             head = ["evaluation", "measure", "before", "after", "change", "best"]
             yield table([*(["run"] if compared else []), *head], rows)
@@ -209,7 +209,7 @@ def _sentences(run: RunSource, summary: dict[str, Any]) -> Iterator[str]:
     elapsed = f" in {duration(summary['seconds']['elapsed'])}" if summary["seconds"]["elapsed"] else ""
     verb = {"running": "is training", "finished": "trained"}.get(run.state, "stopped after training")
     yield (
-        f"{code(run.path.name, 60)} {verb} {code(model, 80) if model else 'a model'}{start}"
+        f"{code(run.name, 60)} {verb} {code(model, 80) if model else 'a model'}{start}"
         f" with {code(settings.get('algorithm.name', 'grpo'))}{on if sources else ''}:"
         f" {quantity(rounds, 'round')}{of}{elapsed}."
     )
@@ -290,11 +290,14 @@ def _sample_blocks(library: Library, run: RunSource, *, count: int) -> Iterator[
         if not order:
             continue
         best, worst = order[:count], [row for row in order[::-1] if row not in order[:count]][:count]
+        names = ["best"] * len(best) + ["worst"] * len(worst)
+        if rewards[order[0]] == rewards[order[-1]]:  # none is better than another one
+            worst, names = [], ["sample"] * len(best)
         places = [Place(file, index, row) for row in (*best, *worst)]
         samples, mean = quantity(len(order), "sample"), float(np.nanmean(rewards[order]))
         yield f"From {plain(file.title)}, {samples} with a mean reward of {_number(mean)}."
-        for number, (place, reason) in enumerate(zip(places, _reasons(library, places), strict=True)):
-            yield _sample(place, reason, "best" if number < len(best) else "worst")
+        for place, reason, name in zip(places, _reasons(library, places), names, strict=True):
+            yield _sample(place, reason, name)
         return
 
 
@@ -316,11 +319,11 @@ def _asks_servers(library: Library, file: SamplesFile) -> bool:
     return any(word in texts for word in ("judge", "rubric", "remote_rm", "://"))
 
 
-def _sample(place: Place, reason: str, rank: str) -> str:
+def _sample(place: Place, reason: str, name: str) -> str:
     record = place.record()
     reward, label = (code(compact(record.get(name)), 400) for name in ("reward", "label"))
     status = code(record.get("status", "completed"), 20)
-    parts = [f"**{rank}**: sample {int(record['index'])}, reward {reward}, label {label}, {status}"]
+    parts = [f"**{name}** {int(record['index'])}: reward {reward}, label {label}, {status}"]
     for message in conversation(record, None):
         parts += [f"{plain(message.role, 40)}:", fence(message.text)]
     return "\n\n".join([*parts, *([f"Why: {code(reason, 400)}"] if reason else [])])

@@ -38,7 +38,7 @@ UNPUBLISHED = re.compile(r"run\.(name|dir|save_.*|keep_.*|async_save|max_restart
 FOLDERS = re.compile(r"(?<![\w.:/])(?:~|file:)?/(?:[^\s/'\"\]]+/)+")
 ADDRESS = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s'\"]+", re.IGNORECASE)
 PAPER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
-STEP = re.compile(r"latest|best|policy|step_\d+|\.*")
+STEP = re.compile(r"latest|best|policy|model|warmup|step_\d+|\.*")
 """Last part of a path that is no name of a model."""
 MAX_ROWS = 11
 """Points of the curve in a card."""

@@ -106,7 +106,7 @@ def test_a_report_tells_the_result_and_where_it_comes_from(tmp_path: Path, monke
     )
     samples = section(text, "Samples")
     assert samples.startswith("From held\\_out after round 2, 3 samples with a mean reward of 0.5.")
-    ranks = re.findall(r"\*\*(\w+)\*\*: sample (\d), reward `(.*?)`", samples)
+    ranks = re.findall(r"\*\*(\w+)\*\* (\d): reward `(.*?)`", samples)
     assert ranks == [("best", "1", "1.0"), ("best", "3", "0.5"), ("worst", "0", "0.0")]
     assert "Why: `response: '3' is not the label`" in samples
     for row in ("| `python` | `3.11.7` |", "| `torch` | `2.13.0` |", "| `GPUs` | `H200, H200` |",
@@ -202,6 +202,21 @@ def test_running_stopped_and_empty_runs_say_so(tmp_path: Path):
     (stopped / "run.toml").write_text("[train]\nlr = 'high'\n")
     (stopped / "eval" / "held_out-000002.jsonl").write_text("not a sample\n")
     assert section(report(stopped), "Curves") == "No metrics yet."
+
+
+def test_of_samples_with_equal_rewards_none_is_the_best(tmp_path: Path):
+    folder = make_run(tmp_path / "a")
+    write_lines(folder / "eval" / "held_out-000002.jsonl", [sample(number, 0.0) for number in range(4)])
+    assert re.findall(r"\*\*(\w+)\*\* (\d)", section(report(folder), "Samples")) == [("sample", "0"), ("sample", "1")]
+
+
+def test_preferences_show_their_loss_and_not_their_fixed_rewards(tmp_path: Path):
+    folder = make_run(tmp_path / "dpo")
+    lines = [{"step": step, "rollout_id": step, "metrics": {"train/loss": 0.7 / step, "train/pair_accuracy": 0.5,
+              "rollout/raw_reward": 0.5}} for step in (1, 2)]  # fmt: skip
+    write_lines(folder / "metrics.jsonl", lines)
+    curves = section(report(folder), "Curves")
+    assert re.findall(r"^\| `(.*?)` \|", curves, re.MULTILINE) == ["train/loss", "train/pair_accuracy"]
 
 
 def test_several_runs_are_compared(tmp_path: Path):

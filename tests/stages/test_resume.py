@@ -32,17 +32,17 @@ SHAPED = ("-s", "algorithm.norm_mean_type=running", "-s", "algorithm.norm_std_ty
     [
         (
             ("--backend", "fsdp", *SHAPED),
-            ("policy/model.safetensors", "trainer/policy/optimizer.safetensors"),
+            ("policy/model.safetensors", "policy/README.md", "trainer/policy/optimizer.safetensors"),
             KILLS_AT_BYTES,
         ),
         (
             ("--backend", "fsdp", "-s", "run.async_save=true", "-s", "train.optimizer=muon"),
-            ("policy/model.safetensors", "trainer/policy/optimizer.safetensors"),
+            ("policy/model.safetensors", "policy/README.md", "trainer/policy/optimizer.safetensors"),
             KILLS_AT_BYTES[1::2],
         ),
         (
             ("--backend", "megatron", "-s", "megatron.save_format=torch_dist"),
-            ("policy/__0_0.distcp", "policy/__0_1.distcp"),
+            ("policy/__0_0.distcp", "policy/__0_1.distcp", "policy/README.md"),
             KILLS_AT_BYTES[2::2],
         ),
     ],

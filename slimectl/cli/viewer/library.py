@@ -73,7 +73,7 @@ class RunSource:
     def name(self) -> str:
         """Name of the folder. For a run of a sweep, trial_001/seed_1."""
         folder = self.path.absolute()
-        return f"{folder.parent.name}/{folder.name}" if (folder.parent / "trial.toml").exists() else self.path.name
+        return f"{folder.parent.name}/{folder.name}" if (folder.parent / "trial.toml").exists() else folder.name
 
     @property
     def state(self) -> str:
