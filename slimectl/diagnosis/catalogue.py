@@ -148,8 +148,8 @@ POLICY = (
     ),
     Detector(
         "frozen", "error", policy.frozen,
-        "The gradient norm is above 0 in rounds with signal.",
-        ("train.freeze_params_name_list or only_train_params_name_list freezes every parameter",
+        "In rounds with signal, a tenth of the first rounds' gradient norm is left, unless the entropy falls too.",
+        ("train.freeze_params_name_list or only_train_params_name_list freezes most parameters, or all",
          "A function of yours returns a loss without gradient"),
         ("Remove the frozen names, and check with slimectl run --dry-run", "Check the loss with slimectl run --smoke"),
     ),

@@ -57,6 +57,9 @@ HUGE_SPIKE = 100.0
 """Times the median that makes a finding at once."""
 GRADIENT_GROWTH = 8.0
 """Times the gradient norm of the first rounds, by the median of the last ones."""
+FROZEN = 0.1
+"""Share of the first rounds' gradient norm that is left, while the entropy is at least half of theirs. Healthy runs
+keep 0.5. With everything but the last norm frozen, 0.02 are left."""
 CLIPPED = 0.3
 """Share of tokens without a gradient because they are clipped. Healthy runs have 0 to 0.2."""
 OUT_OF_RANGE = 0.6

@@ -7,7 +7,7 @@ import statistics
 from slimectl.diagnosis import limits
 from slimectl.diagnosis.detector import Observation
 from slimectl.diagnosis.history import History, gain, significant
-from slimectl.diagnosis.learning import REWARD
+from slimectl.diagnosis.learning import REWARD, all_solved, vanishing_signal
 
 NORM = "train/grad_norm"
 
@@ -124,6 +124,16 @@ def learning_rate_zero(run: History) -> Observation | None:
 
 
 def frozen(run: History) -> Observation | None:
-    if not len(run.of(NORM)) or run.last(NORM, 1.0) > 0 or run.last("rollout/no_signal"):
+    """Compare the gradient norm with 0, and with that of the first rounds, while the policy is as uncertain as then."""
+    series, entropy = run.of(NORM), run.of(_entropy(run))
+    if not len(series) or run.last("rollout/no_signal") or vanishing_signal(run) or all_solved(run):
         return None
-    return Observation("No weight changes: the gradient norm is 0, although rewards differ", (NORM, "train/loss"))
+    if series.values[-1] == 0:
+        return Observation("No weight changes: the gradient norm is 0, although rewards differ", (NORM, "train/loss"))
+    now, start = series.values[-1], series.baseline
+    if len(entropy) <= limits.BASELINE or now > limits.FROZEN * start or entropy.values[-1] < entropy.baseline / 2:
+        return None
+    return Observation(
+        f"Most weights have no gradient: its norm is {now:.2g}, and was {start:.2g} at the same entropy",
+        (NORM, _entropy(run), REWARD),
+    )

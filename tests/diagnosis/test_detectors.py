@@ -88,6 +88,7 @@ FAULTS: list[tuple[str, Fault, int, str, dict[str, Any]]] = [
     ("clip-fraction", {"train/ratio_high_clipfrac": 0.5, "train/ratio_low_clipfrac": 0.4}, 23, "90%", {}),
     ("learning-rate-zero", {"train/lr": 0.0}, 22, "is 0, and 18 rounds remain", {}),
     ("frozen", {"train/grad_norm": 0.0}, 23, "the gradient norm is 0", {}),
+    ("frozen", {"train/grad_norm": 0.02}, 23, "its norm is 0.02, and was 1 at the same entropy", {}),
     ("length-growth", {"rollout/response_len/mean": 210.0}, 23, "210 tokens, and 100 at the start", {}),
     ("length-shrinkage", {"rollout/response_len/mean": 40.0}, 23, "40 tokens, and 100 at the start", {}),
     ("reward-follows-length", {"rollout/length_reward_correlation": 0.95}, 25, "longer responses get more", {}),
