@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from slimectl.diagnosis.catalogue import LEARNING, OUT_OF_MEMORY, POLICY, RESOURCES, RESPONSES, STOPPED
+from slimectl.diagnosis import Finding
+from slimectl.diagnosis.catalogue import DETECTORS, LEARNING, OUT_OF_MEMORY, POLICY, RESOURCES, RESPONSES, STOPPED
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "findings.md"
 INTRODUCTION = """# Findings
@@ -44,8 +45,26 @@ def lines() -> Iterator[str]:
                     yield f"**{name}.**\n\n" + "\n".join(f"- {item}" for item in items) + "\n"
 
 
+def test_every_finding_leads_to_its_section():
+    text = PAGE.read_text(encoding="utf-8")
+    for detector in DETECTORS:
+        finding = Finding(detector.kind, "", "error", 1, None, (), (), (), ("",))
+        path, _, anchor = finding.link.partition("#")
+        assert (PAGE.parents[2] / path) == PAGE
+        assert f"\n### {anchor}\n" in text
+
+
 def test_the_page_is_that_of_the_catalogue():
     assert PAGE.read_text(encoding="utf-8") == "\n".join(lines())
+
+
+def test_troubleshooting_leads_to_findings_of_the_catalogue_and_covers_the_errors():
+    page = (PAGE.parents[1] / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"findings\.md#([\w-]+)", page))
+    kinds = {detector.kind: detector for detectors in GROUPS.values() for detector in detectors}
+    assert linked <= kinds.keys()
+    errors = {kind for kind, detector in kinds.items() if detector.severity == "error"}
+    assert errors - linked == {"duplicates"}  # in the row of repetition
 
 
 if __name__ == "__main__":
