@@ -164,6 +164,8 @@ def closing_words(job: TrainingRun, recipe: Recipe) -> None:
     path = job.folder.path
     samples = _sample_commands(path, is_verified=not job.settings.score.own_functions)
     commands = [f"slimectl view {shlex.quote(str(path))}", *samples]
+    if count := len(recorder.diagnosis.findings) if recorder.diagnosis else 0:
+        commands.insert(0, f"slimectl diagnose {shlex.quote(str(path))}    # {stdio.quantity(count, 'finding')}")
     commands += [line.format(run=path) for line in recipe.table.get("next", [])]
     stdio.note("try next:\n" + "\n".join(f"  {line}" for line in commands))
 

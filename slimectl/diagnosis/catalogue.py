@@ -8,7 +8,7 @@ from slimectl.diagnosis.detector import Detector
 WORST = "slimectl inspect {run} --sort reward --explain"
 BEST = "slimectl inspect {run} --sort -reward"
 LONGEST = "slimectl inspect {run} --sort -response_length"
-DOCTOR = "slimectl doctor --engine -c {run}/run.toml"
+DOCTOR = "slimectl doctor --engine -c {run}/run.toml --model {run}/latest"
 
 LEARNING = (
     Detector(

@@ -65,7 +65,7 @@ class Diagnosis:
     def observe(self, line: Line) -> list[Finding]:
         """Take a line of the records. Return the findings that begin or end with it."""
         metrics = finite(line["metrics"])
-        if "rollout_id" not in line:
+        if line.get("rollout_id") is None:
             return self._observe_times(metrics)
         number = int(line["rollout_id"])
         if any(name.startswith("eval/") for name, _ in metrics):
@@ -88,7 +88,7 @@ class Diagnosis:
         """Yield a finding about the error with which the log of the run ends, unless a finding has caused it."""
         error = _last_error(self.history.folder / "log.txt")
         is_known = any(finding.lasts and finding.severity == "error" for finding in self.findings)
-        if error is None or (is_known and ("run.on_finding" in error or "run.on_no_signal" in error)):
+        if error is None or (is_known and any(name in error for name in ("run.on_finding", "run.on_no_signal"))):
             return
         detector = OUT_OF_MEMORY if "out of memory" in error.lower() else STOPPED
         title = f"The run ended with an error: {error}"
@@ -169,7 +169,7 @@ def diagnose_run(folder: Path) -> list[Finding]:
     settings: dict[str, Any] = {}
     try:
         settings = tomllib.loads((folder / "run.toml").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if not (folder / "metrics.jsonl").exists():
             raise SettingsError(f"{folder}: not a run. Give a run's folder (runs/NAME)") from None
     except (OSError, ValueError) as error:
@@ -229,7 +229,11 @@ def _objects(path: Path) -> Iterator[Line]:
         for text in file:
             with suppress(ValueError, RecursionError):
                 line = json.loads(text)
-                if isinstance(line, dict) and isinstance(line.get("metrics"), dict) and "step" in line:
+                if (
+                    isinstance(line, dict)
+                    and isinstance(line.get("metrics"), dict)
+                    and isinstance(line.get("step"), int)
+                ):
                     yield line
 
 

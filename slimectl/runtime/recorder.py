@@ -19,7 +19,7 @@ from slimectl.data.model_card import TrainingProgress, write_cards
 from slimectl.data.records import sampler_state_from_json, sampler_state_to_json
 from slimectl.data.run_dir import RunDir
 from slimectl.data.source_identity import Identity
-from slimectl.diagnosis import Diagnosis
+from slimectl.diagnosis import Diagnosis, Finding
 from slimectl.diagnosis.diagnosis import replayed
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.protocols import Critic, Policy, Tracker
@@ -73,6 +73,8 @@ class RunRecorder:
         """(round, metrics) of every evaluation, oldest first."""
         self.diagnosis: Diagnosis | None = None
         """Findings about the records, from `rewind` on."""
+        self.errors: list[Finding] = []
+        """Findings of severity error that have begun since then."""
         self._last_save: tuple[int, Metrics] | None = None
         """Step of the checkpoint that the run was resumed from, and the time it took to write."""
         self._cut_lines: frozenset[str] = frozenset()
@@ -94,6 +96,7 @@ class RunRecorder:
         if self.diagnosis is not None and name in DIAGNOSED:
             for finding in self.diagnosis.observe(line):
                 if finding.lasts:
+                    self.errors += [finding] if finding.severity == "error" else []
                     logger.log(LEVELS[finding.severity], finding.message(self.folder.path))
         return text in self._cut_lines
 
@@ -312,7 +315,7 @@ class RunRecorder:
 
         Later records are removed. `load` reads the weights.
         """
-        self.diagnosis = None
+        self.diagnosis, self.errors = None, []
         state = self._rewind(warn)
         self.diagnosis = replayed(dict(flat(self.settings)), self.folder.path)
         return state

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from slimectl.data.run_dir import RunDir
-from slimectl.diagnosis import Finding
 from slimectl.errors import SlimectlError
 from slimectl.runtime import builders
 from slimectl.runtime.evaluator import Evaluator
@@ -130,10 +129,10 @@ class ReportLoop:
         if fault := lasting_lack_of_signal(self.state.signal, run, self._remedy):
             self._save(samples, is_last=True)
             raise SlimectlError(f"{fault}. To continue anyway: {self.resume_command} -s run.on_no_signal=warn")
-        if run.on_finding == "stop" and (error := self._lasting_error):
+        if run.on_finding == "stop" and self.recorder.errors:
             self._save(samples, is_last=True)
-            message = error.message(self.recorder.folder.path)
-            raise SlimectlError(f"{message}. To continue anyway: {self.resume_command} -s run.on_finding=log")
+            message = self.recorder.errors[0].message(self.recorder.folder.path)
+            raise SlimectlError(f"{message}. To continue (run.on_finding = stop): {self.resume_command}")
         if (run.save_interval and number % run.save_interval == 0) or self.recorder.is_best(number):
             self._save(samples)
         else:
@@ -172,12 +171,6 @@ class ReportLoop:
             f"({value:.3g}), {quantity(compared.since_best, 'evaluation')} ago (run.early_stop_patience)"
         )
         return True
-
-    @property
-    def _lasting_error(self) -> Finding | None:
-        """The first finding of severity error that lasts."""
-        findings = self.recorder.diagnosis.findings if self.recorder.diagnosis else []
-        return next((finding for finding in findings if finding.lasts and finding.severity == "error"), None)
 
     def _has_finding(self, kind: str) -> bool:
         findings = self.recorder.diagnosis.findings if self.recorder.diagnosis else []

@@ -64,10 +64,11 @@ def test_an_error_ends_a_run_that_can_be_resumed(workshop: Workshop):
     stop = ("-s", "run.on_finding=stop", "-s", "run.num_rollout=5", "-s", "run.no_signal_rounds=2")
     workshop.slimectl("run", *NOTHING, *stop, "--name", "b", code=1)
     assert re.search(
-        r"slimectl: No learning signal: every reward is 0 \(since round 1\)\. .*on_finding=log", workshop.stderr
+        r"slimectl: No learning signal: every reward is 0 \(since round 1\)\. .*on_finding = stop", workshop.stderr
     )
     assert (workshop.folder / "runs/b/step_000002/policy").exists()
-    workshop.slimectl("run", "--resume", "runs/b", "-s", "run.on_finding=log")
+    assert [finding.kind for finding in diagnose_run(workshop.folder / "runs/b")] == ["no-signal"]  # not "stopped"
+    workshop.slimectl("run", "--resume", "runs/b")
     assert len([line for line in workshop.metrics("b") if "rollout/step" in line["metrics"]]) == 5
     assert "No learning signal" not in workshop.stderr  # it was reported before the resume
 
@@ -75,6 +76,9 @@ def test_an_error_ends_a_run_that_can_be_resumed(workshop: Workshop):
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
     with pytest.raises(SettingsError, match=r"not a run\. Give a run's folder"):
         diagnose_run(tmp_path)
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(SettingsError, match=r"not a run\. Give a run's folder"):
+        diagnose_run(tmp_path / "a.txt")
     (tmp_path / "run.toml").write_text("[run")
     with pytest.raises(SettingsError, match=r"run\.toml: cannot be read"):
         diagnose_run(tmp_path)
