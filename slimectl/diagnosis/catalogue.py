@@ -54,7 +54,7 @@ LEARNING = (
     ),
     Detector(
         "evaluation-collapse", "error", learning.evaluation_collapse,
-        "An accuracy stays above half of its best value.",
+        "An accuracy stays above half of its best value, or returns at the next evaluation.",
         ("The policy overfits the training reward",),
         ("Set run.save_best, and continue from `best`",),
         (WORST,), after="evaluation", patience=1, recovery=1,

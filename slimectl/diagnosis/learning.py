@@ -130,7 +130,9 @@ def evaluation_collapse(run: History) -> Observation | None:
             continue
         best = max(range(len(series)), key=series.values.__getitem__)
         peak, last = series.values[best], series.values[-1]
-        if last < peak / 2 and peak - last > 2 * (_stderr(run, name, series.rounds[best]) + _stderr(run, name)):
+        later = series.values[best + 1 :][-2:]  # one evaluation below half of the best may be bad luck
+        collapsed = last < peak / 4 or (len(later) == 2 and max(later) < peak / 2)
+        if collapsed and peak - last > 2 * (_stderr(run, name, series.rounds[best]) + _stderr(run, name)):
             title = f"the accuracy on {name.removeprefix('eval/').removesuffix('_accuracy')}"
             return _collapse(run, title, (series.rounds[best], peak, last), name)
     return None

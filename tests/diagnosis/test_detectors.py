@@ -223,6 +223,8 @@ def test_an_evaluation_that_never_gains_in_60_rounds_is_flat():
         # The reported case: the accuracy was there and is gone.
         ((0.875, 0.938, 0.0), 0.03, "0.938 at round 5"),
         ((0.2, 0.9, 0.5), 0.03, None),  # more than half of 0.9 is left
+        ((0.2, 0.9, 0.4), 0.03, None),  # more than a quarter is left, and the next evaluation may be better
+        ((0.9, 0.4, 0.4), 0.03, "0.9 at round 0"),
         ((0.2, 0.06, 0.02), 0.06, None),  # 0.18 is less than two standard errors of both: 0.24
     ],
 )
