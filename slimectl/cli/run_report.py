@@ -207,7 +207,8 @@ def _sentences(run: RunSource, summary: dict[str, Any]) -> Iterator[str]:
     on = f" on {', '.join(code(source, 80) for source in sources[:3])}{', …' if len(sources) > 3 else ''}"
     of = f" of {planned}" if planned and planned != rounds else ""
     elapsed = f" in {duration(summary['seconds']['elapsed'])}" if summary["seconds"]["elapsed"] else ""
-    verb = {"running": "is training", "finished": "trained"}.get(run.state, "stopped after training")
+    stopped = "stopped after training" if rounds else "stopped before it trained"
+    verb = {"running": "is training", "finished": "trained"}.get(run.state, stopped)
     yield (
         f"{code(run.name, 60)} {verb} {code(model, 80) if model else 'a model'}{start}"
         f" with {code(settings.get('algorithm.name', 'grpo'))}{on if sources else ''}:"

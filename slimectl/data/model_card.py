@@ -39,7 +39,7 @@ FOLDERS = re.compile(r"(?<![\w.:/])(?:~|file:)?/(?:[^\s/'\"\]]+/)+")
 ADDRESS = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s'\"]+", re.IGNORECASE)
 PAPER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 STEP = re.compile(r"latest|best|policy|model|warmup|step_\d+|\.*")
-"""Last part of a path that is no name of a model."""
+"""Last part of a path that does not name a model."""
 MAX_ROWS = 11
 """Points of the curve in a card."""
 
@@ -175,8 +175,8 @@ def _metadata(
     """Return the metadata of a card in the hub's form."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    task = "text-classification" if settings.algorithm.name == "reward_model" else "text-generation"
-    task = base.value("pipeline_tag") or task
+    classifies = settings.algorithm.name == "reward_model"
+    task = "text-classification" if classifies else base.value("pipeline_tag") or "text-generation"
     number, metrics = progress.evaluations[-1] if progress.evaluations else (0, {})
     results = [
         EvalResult(
@@ -250,7 +250,7 @@ def _method(settings: Settings) -> str:
 def _use(settings: Settings, base: BaseModel, adapter: bool) -> str:
     model = base.name or "BASE_MODEL"
     if settings.algorithm.name == "reward_model":
-        return "Score responses with `slimectl score --rm-type reward_model`."
+        return '```toml\n[score]\nrm_type = "reward_model"\nrm_options = { path = "THIS_MODEL" }\n```'
     if adapter:
         load = f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{model}"), "THIS_MODEL")'
         return f"```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n{load}\n```"

@@ -193,7 +193,7 @@ def test_running_stopped_and_empty_runs_say_so(tmp_path: Path):
     (empty / "run.toml").write_text("")
     (empty / "manifest.json").write_text('{"slimectl": "0.2.0", "stage": "run"}')
     text = report(empty)
-    assert "`empty` stopped after training a model with `grpo`: 0 rounds." in text
+    assert "`empty` stopped before it trained a model with `grpo`: 0 rounds." in text
     assert section(text, "Curves") == "No metrics yet."
     assert "## Samples" not in text
     (stopped / "metrics.jsonl").write_text(

@@ -79,6 +79,14 @@ def test_an_adapter_names_its_base_and_its_library(cached: Path):
     assert "> - set `base_model_name_or_path` in adapter_config.json" in card.text
 
 
+def test_a_reward_model_is_a_classifier_whatever_its_base_is(cached: Path):
+    (cached / "README.md").write_text(BASE.replace("language", "pipeline_tag: text-generation\nlanguage"))
+    wanted = settings(model={"path": str(cached)}, algorithm={"name": "reward_model"})
+    card = ModelCard(model_card(wanted, TrainingProgress(1, 1)))
+    assert card.data.pipeline_tag == "text-classification"
+    assert 'rm_options = { path = "THIS_MODEL" }' in card.text
+
+
 def test_what_is_not_known_is_named_and_not_guessed(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     card = ModelCard(model_card(settings(model={"path": str(tmp_path)}), TrainingProgress(1, 1)))
