@@ -38,21 +38,22 @@ SHOWN = 2
 MAX_RUNS_WITH_SAMPLES = 6
 MAX_POINTS = 24
 """Blocks of a curve in a table."""
+PIPE = r"\|"
 TITLES = {"memory_gib": "memory (GiB)", "gpus": "GPUs", "cores": "CPU cores"}
 
 Row = Sequence[str]
 
 
 def code(text: object, limit: int = MAX_VALUE) -> str:
-    """Return a value of any content as Markdown that shows it as code in one line, also in a table.
+    """Return a value of any content as Markdown that shows it as code in one line.
 
     >>> code("a|b"), code("`x`")
-    ('`a\\\\|b`', '`` `x` ``')
+    ('`a|b`', '`` `x` ``')
     """
     line = visible(text, limit).replace("\n", "␊").replace("\t", " ")
     ticks = "`" * (max((len(run) for run in re.findall(r"`+", line)), default=0) + 1)
     pad = " " if line.startswith("`") or line.endswith("`") or not line.strip() else ""
-    return f"{ticks}{pad}{line}{pad}{ticks}".replace("|", r"\|")
+    return f"{ticks}{pad}{line}{pad}{ticks}"
 
 
 def plain(text: object, limit: int = 1000) -> str:
@@ -62,7 +63,7 @@ def plain(text: object, limit: int = 1000) -> str:
     '2\\\\*3 \\\\<b\\\\>'
     """
     line = visible(text, limit).replace("\n", "␊").replace("\t", " ")
-    return re.sub(r"([\\`*_\[\]<>|#&~$])", r"\\\1", line)
+    return re.sub(r"([\\`*_\[\]<>#&~$])", r"\\\1", line)
 
 
 def fence(text: object, language: str = "text", limit: int = MAX_TEXT) -> str:
@@ -75,7 +76,7 @@ def fence(text: object, language: str = "text", limit: int = MAX_TEXT) -> str:
 def table(head: Row, rows: Sequence[Row]) -> str:
     """Return a table of cells that are Markdown."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(cell.replace('|', PIPE) for cell in line)} |" for line in lines)
 
 
 @dataclass
