@@ -181,9 +181,11 @@ KINDS = [
     Kind("agent's program", "agent", r"agent's program does not end: .*agent\.py \(process \d+\) sleeps",
          ["--agent", "python agent.py", *OWN_REWARD], exact=False),
     Kind("environment", "environment", r"environment \(forked\) \(process \d+\) is stuck in world\.py:\d+ \(step\)",
-         ["--env", "python:world.py:World", "--data", "env@[:8]", *OWN_REWARD, *WORLD_EVAL]),
+         ["--env", "python:world.py:World", "--data", "env@[:8]", *OWN_REWARD, *WORLD_EVAL], exact=False),
     Kind("stopped worker", "stopped", r"worker \(process \d+\) is stopped by a signal", WORKER),
     Kind("Ray actor", "actor", r"sampler \(process \d+\) is stuck in " + REWARD, ["--executor", "ray"]),
+    Kind("rank in a Ray actor", "rank", r"rank 1 \(process \d+\) is stuck in reward\.py:\d+ \(loss\)",
+         [*RANKS, "--executor", "ray"]),
     Kind("hook that waits for input", "input", r"reward\.py:\d+ \(log\): `input\(.*\(track\.custom_rollout_log", INPUT),
     Kind("evaluation", "evaluation", r"the evaluation is stuck in " + REWARD),
     Kind("checkpoint on a FIFO", "checkpoint", r"checkpoint is stuck in .* FIFO"),
@@ -243,7 +245,7 @@ class Hanger:
 
     def attack(self, kind: Kind) -> tuple[str, list[str]]:
         """Hang a run, look at its end, and resume it. Return what was seen, and what is wrong."""
-        folder, run = self.workshop.folder, f"hang-{kind.word}"
+        folder, run = self.workshop.folder, f"hang-{KINDS.index(kind)}"
         options = [*kind.options, *(["--engine-url", self._url()] if kind.word == "server" else [])]
         expected = self._outcome(tuple(options))
         before = shared_memory()

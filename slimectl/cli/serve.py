@@ -20,7 +20,7 @@ from slimectl.cli.options import SETTINGS, CommonOptions, print_preflight, with_
 from slimectl.errors import EXIT_INTERRUPTED, StorageError, Terminated
 from slimectl.plugins.garbage import frozen_objects
 from slimectl.system import stdio
-from slimectl.system.liveness import expose
+from slimectl.system.liveness import expose, own_stacks
 
 if TYPE_CHECKING:
     from slimectl.data.manifest import Manifest
@@ -72,7 +72,7 @@ def serve(options: ServeOptions, common: CommonOptions) -> None:
     if options.with_parent:
         leave_with_parent()
         if PARENT in os.environ:
-            expose("server", describes=True)
+            expose("server", describe=own_stacks)
     resolution = common.resolve()
     if common.dry_run:
         print_preflight(resolution, "model", "engine")

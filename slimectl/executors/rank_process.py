@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import pickle
 import socket
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from slimectl.errors import SlimectlError
 from slimectl.protocols import RankPipe, Serve
 from slimectl.system.listening import interface
-from slimectl.system.liveness import expose
+from slimectl.system.liveness import expose, own_stacks
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -76,7 +77,7 @@ class _DriverGone(Exception):
 def run_rank(serve: Serve, build: Callable[[], Any], pipe: RankPipe, seat: RankInfo) -> None:
     """Join the group and serve until the pipe closes. An exception is sent to the driver."""
     faulthandler.enable()  # a crash in native code prints the Python stack into the rank's log
-    expose(f"rank {seat.rank}", describes=True)
+    expose(f"rank {seat.rank}", describe=lambda: own_stacks() + _pending_operations())
     try:
         _join(seat)
         serve(build, pipe)
@@ -124,6 +125,26 @@ def _threads(variable: str, available: int, neighbours: int) -> int:
     """
     outermost = variable.partition(",")[0].strip()  # the rest is for nested parallel regions
     return int(outermost) if outermost.isdecimal() and int(outermost) else max(1, available // neighbours)
+
+
+def _pending_operations() -> str:
+    """Return a line for every collective operation that torch's flight recorder has not seen end, oldest first.
+
+    On a GPU, stacks do not show them: the host waits for the device later.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
+    if dump is None:
+        return ""
+    with contextlib.suppress(Exception):  # it is not part of torch's interface
+        entries = [entry for entry in json.loads(dump(True, False)).get("entries", ()) if not entry["retired"]]
+        return "".join(
+            f"Operation {entry['collective_seq_id']} of {entry['process_group'][-1]}: "
+            f"{entry['profiling_name'].partition(':')[2]} of {entry['input_sizes']}\n"
+            for entry in entries
+        )
+    return ""
 
 
 def host_store(host: str) -> TCPStore:

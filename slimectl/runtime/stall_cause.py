@@ -23,6 +23,7 @@ from slimectl.system.redaction import redact_text
 from slimectl.system.stdio import quantity
 
 HEAD = re.compile(r'^(?:Current )?(?P<kind>[Tt]hread|Task) (?P<name>"[^"]*"|\S+)')
+OPERATION = re.compile(r"^Operation \d+ of .*$", re.M)
 FRAME = re.compile(r'^  File "(?P<file>.*?)", line (?P<line>\d+) in (?P<function>[^#]+?)(?:  # (?P<detail>.*))?$')
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 LIBRARIES = tuple(
@@ -153,9 +154,16 @@ class Part:
         """Whether it waits for work. A process without stacks does not answer."""
         return bool(self.stacks) and not self.busy
 
+    @cached_property
+    def operation(self) -> str:
+        """The oldest collective operation that has not ended, as torch's flight recorder has it, or ""."""
+        match = OPERATION.search(self.view.stacks)
+        return match[0] if match else ""
+
     @property
     def collective(self) -> str:
-        return next(filter(None, (stack.collective for stack in self.busy)), "")
+        """The collective operation in which a rank waits, or ""."""
+        return next(filter(None, (stack.collective for stack in self.busy)), "") or self.operation
 
     @cached_property
     def main(self) -> Stack | None:
@@ -201,11 +209,14 @@ class StallCause:
         if len(waiting) < len(ranks):
             culprits = "; ".join(self._describe(part) for part in ranks if not part.collective)
             return f"{culprits}. Meanwhile {', '.join(waiting)}" if waiting else culprits
-        if len(set(calls.values())) > 1:
-            places = [f"{name} is in {call}" for name, call in calls.items()]
-            places = [f"{place} ({part.main.place})" if part.main else place
-                      for place, part in zip(places, ranks, strict=True)]  # fmt: skip
-            return f"the ranks do not call the same collective operations: {', '.join(places)}"
+        if len(set(calls.values())) > 1 or len({part.operation for part in ranks}) > 1:
+            details = (
+                (part.operation[:1].lower() + part.operation[1:], part.main and part.main.place) for part in ranks
+            )
+            places = ["; ".join(str(detail) for detail in pair if detail) for pair in details]
+            calls = {name: f"{call} ({place})" for (name, call), place in zip(calls.items(), places, strict=True)}
+            differing = ", ".join(f"{name} is in {call}" for name, call in calls.items())
+            return f"the ranks do not call the same collective operations: {differing}"
         numbers = ", ".join(name.removeprefix("rank ") for name in calls)
         return f"ranks {numbers} all wait in {ranks[0].collective}. Check the network between them"
 

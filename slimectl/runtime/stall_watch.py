@@ -47,9 +47,9 @@ class StallWatch:
     CPU time of programs that are not slimectl's own, such as compilers. Time in which this process was stopped does not
     count. Time in which slimectl's own processes compute counts by BUSY_RATE, because it may be an endless loop or a
     long import. Ranks compute while they wait for a GPU, so this holds for them only until `is_starting` is false.
-    `error` is set after a stall, and the main thread gets a SIGINT. If it does not end then and `may_exit` is
-    true, everything that the run started is killed, and this process exits. A guard process does the same if no thread
-    of this process can run (stall_guard.py).
+    After a stall of a run in the main thread, `error` is set and the thread gets a SIGINT. If the run does not end then
+    and `may_exit` is true, everything that it started is killed, and this process exits. A guard process does the same
+    if no thread of this process can run (stall_guard.py). In any other thread, a stall is only logged.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class StallWatch:
         if self._may_exit:
             expose(OWN_NAME)
             self._own_count = progress_count()
-            self._guard = Guard(StallReport.of(self._settings, self._folder, self._resume_command))
         threading.Thread(target=self._watch, args=(timeout_s,), name="stall watch", daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
@@ -97,12 +96,14 @@ class StallWatch:
             self._is_paused = False
 
     def _watch(self, timeout_s: float) -> None:
-        self._wait_for_silence(timeout_s, self._ended)
-        if self._ended.is_set():
-            return
-        self._name_cause()
-        if self._thread is not threading.main_thread():
-            return  # signals are handled in the main thread only
+        while True:
+            self._wait_for_silence(timeout_s, self._ended)
+            if self._ended.is_set():
+                return
+            message = self._name_cause()
+            if self._thread is threading.main_thread():  # which handles signals
+                break
+        self.error = StalledError(message)
         self._grace.break_off()
         signal.pthread_kill(self._thread.ident or 0, signal.SIGINT)
         if self._may_exit:
@@ -116,13 +117,19 @@ class StallWatch:
         while silent_s < limit_s:
             if ended.wait(look_s):
                 return
-            if self._guard is not None:
-                self._guard.reassure()
+            if self._may_exit:
+                self._reassure_guard()
             now = time.monotonic()
             # A process that was stopped, or a machine that slept, has missed looks.
             elapsed_s, last = min(now - last, 2 * look_s), now
             rate = self._silence(look_s)
             silent_s = 0.0 if self._is_paused or not rate else silent_s + rate * elapsed_s
+
+    def _reassure_guard(self) -> None:
+        """Tell the guard that threads of this process run. It is started now, because many runs end before."""
+        if self._guard is None:
+            self._guard = Guard(StallReport.of(self._settings, self._folder, self._resume_command))
+        self._guard.reassure()
 
     def _silence(self, look_s: float) -> float:
         """Return the rate at which the time since the last look counts as silence: 0 after any progress."""
@@ -158,13 +165,13 @@ class StallWatch:
                 views += [view for view in listed if view.machine or view.pid not in local_pids]
         return views
 
-    def _name_cause(self) -> None:
-        """Set the error, and write the stacks of all processes into the run's folder."""
+    def _name_cause(self) -> str:
+        """Write the stacks of all processes into the run's folder. Log the cause, and return the message with it."""
         stall = StallReport.of(self._settings, self._folder, self._resume_command)
         [view] = look_at([os.getpid()]) or [ProcessView(os.getpid(), 0, "slimectl", "", 0.0, 0)]
         message = stall.write(replace(view, name=OWN_NAME, stacks=own_stacks()), self._look(stacks=True))
-        self.error = StalledError(message)
-        logger.warning(f"{stall.summary}. The run ends")
+        logger.warning(stall.summary)
+        return message
 
     def _exit(self) -> None:
         """End this process and everything that the run started."""

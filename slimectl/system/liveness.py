@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -42,10 +42,10 @@ def progress_count() -> int:
     return int(_cells[PROGRESS])
 
 
-def expose(name: str, *, describes: bool = False) -> None:
+def expose(name: str, *, describe: Callable[[], str] | None = None) -> None:
     """Let the run that started this process see it as `name`. Does nothing without Linux's memory files.
 
-    With `describes`, a thread answers requests for a description with more detail (`own_stacks`).
+    With `describe`, such as `own_stacks`, a thread answers requests for stacks with more detail.
     """
     global _cells
     if not hasattr(os, "memfd_create"):
@@ -56,17 +56,17 @@ def expose(name: str, *, describes: bool = False) -> None:
     _cells = memoryview(mmap.mmap(fd, PAGE)).cast("Q")
     _cells[OWNER] = os.getpid()
     faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True)
-    if describes:
+    if describe is not None:
         _cells[DESCRIBES] = 1
-        threading.Thread(target=_answer_requests, args=(_cells, fd), name="liveness", daemon=True).start()
+        threading.Thread(target=_answer_requests, args=(_cells, fd, describe), name="liveness", daemon=True).start()
 
 
-def _answer_requests(cells: Any, fd: int) -> None:
+def _answer_requests(cells: Any, fd: int, describe: Callable[[], str]) -> None:
     answered = 0
     while True:
         time.sleep(POLL_S)
         if (request := cells[REQUESTED]) != answered:
-            os.write(fd, own_stacks().encode(errors="replace"))
+            os.write(fd, describe().encode(errors="replace"))
             answered = request
 
 

@@ -22,6 +22,8 @@ from slimectl.errors import BackendError, DiedError, SettingsError
 from slimectl.executors.local import LocalExecutor
 from slimectl.planner.placement import Placement
 from slimectl.policies.rank_group import DistributedPolicy
+from slimectl.runtime.stall_cause import StallCause
+from slimectl.system.processes import ProcessView
 from slimectl.types import TrainingSample
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -29,9 +31,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ray = pytest.importorskip("ray")
 
 from machines import is_gone  # noqa: E402
-from ray_cases import Diary, nothing, policy_over_ranks, sums  # noqa: E402
+from ray_cases import Diary, nothing, policy_over_ranks, sums, tell_where  # noqa: E402
 
 from slimectl.executors.ray import RayExecutor, cluster  # noqa: E402
+from slimectl.executors.ray.failures import processes_at  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +75,30 @@ def test_a_policy_over_ranks_is_the_same_here_and_there(executor: RayExecutor, m
         policy.close()
     one_machine.close()
     assert found[0] == found[1]
+
+
+def test_a_rank_that_the_others_wait_for_is_named(executor: RayExecutor):
+    group = executor.group(tell_where, nothing, ranks=2)
+    list(group.answers())
+    group.send("wait")
+    while True:
+        views = executor.list_processes(stacks=True)
+        stacks = {view.name: view.stacks for view in views if view.name.startswith("rank ")}
+        if "in tell_where" in stacks["rank 0"] and "in barrier" in stacks["rank 1"]:
+            break
+    driver = ProcessView(os.getpid(), 0, "python", "S", 0.0, 0)
+    group.end(polite=False)
+    first = next(view for view in views if view.name == "rank 0")
+    cause = str(StallCause(driver, views, []))
+    assert cause.startswith(f"rank 0 (process {first.pid}) is stuck in ")
+    assert "(tell_where): `time.sleep(1000)`" in cause
+    assert cause.endswith(". Meanwhile rank 1 waits in barrier")
+
+
+def test_processes_of_another_machine_are_seen_there(executor: RayExecutor):
+    host = executor.host(Diary, name="watched")._host
+    view, *_ = processes_at(host.location.node, "192.0.2.1", [host.location.pid], stacks=False)
+    assert (view.name, view.pid, view.machine) == ("watched", host.location.pid, "192.0.2.1")
 
 
 def test_more_engines_than_were_placed_are_refused(executor: RayExecutor):

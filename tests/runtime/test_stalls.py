@@ -133,6 +133,17 @@ def test_collectives_that_differ_are_named_by_rank_with_the_layer():
     assert "rank 1 is in all_reduce (policies/fsdp/trainer.py:1 (optim_step)" in said
 
 
+def test_operations_of_other_shapes_differ_too_and_a_gpu_shows_them_only_in_the_flight_recorder():
+    sync = f'"{PACKAGE}/policies/fsdp/trainer.py", line 4 in optim_step'
+    pending = [f"Operation 7 of default_pg: all_reduce of [[{size}]]" for size in (3, 4)]
+    ranks = [replace(rank(i, sync), stacks=f"{rank(i, sync).stacks}\n\n{pending[i]}\n") for i in range(2)]
+    said = cause(*ranks)
+    assert said.startswith(
+        "the ranks do not call the same collective operations: rank 0 is in Operation 7 of default_pg"
+    )
+    assert "rank 1 is in Operation 7 of default_pg: all_reduce of [[4]] (" in said
+
+
 def test_the_rank_that_the_others_wait_for_is_the_culprit():
     own = f'"{PACKAGE}/policies/fsdp/trainer.py", line 3 in forward_backward'
     said = cause(rank(0, *ALL_REDUCE), rank(1, '"/home/me/own.py", line 3 in loss', own))

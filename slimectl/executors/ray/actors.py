@@ -20,7 +20,7 @@ from slimectl.executors.rank_process import picklable_error
 from slimectl.executors.ray.cluster import ActorLocation, DriverEnvironment, ray
 from slimectl.executors.ray.failures import death_reason, tail_at
 from slimectl.plugins.garbage import frozen_objects
-from slimectl.system.liveness import expose
+from slimectl.system.liveness import expose, own_stacks
 
 THREADS = 32
 """Maximum number of concurrent calls and streams of one object."""
@@ -37,7 +37,7 @@ class ObjectActor:
 
     def enter(self, environment: DriverEnvironment, log: Path | None) -> ActorLocation:
         environment.enter(log)
-        expose(self._name, describes=True)
+        expose(self._name, describe=own_stacks)
         return ActorLocation.here()
 
     def build(self, pickled: bytes) -> tuple[str, Any]:
