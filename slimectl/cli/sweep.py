@@ -70,7 +70,7 @@ def sweep(
             for row in records(sweeper, best):
                 stdio.emit(json.dumps(row))
         if not is_done:
-            stdio.note(f"resume with: {_command(file, folder, options)}")
+            stdio.note(f"resume with: {_command(file, folder, slots, options)}")
             raise typer.Exit(signals.exit_code)
         if best is not None:
             path = own.write_best(best.trial, describe_best(best, own.plan))
@@ -79,9 +79,10 @@ def sweep(
             stdio.note(f"try next:\n  slimectl view {where}\n  slimectl run -c {shlex.quote(str(path))} --name best")
 
 
-def _command(file: Path, folder: Path | None, options: CommonOptions) -> str:
+def _command(file: Path, folder: Path | None, slots: int | None, options: CommonOptions) -> str:
     """Return the command that resumes the sweep."""
     words = ["slimectl", "sweep", str(file), *(["--dir", str(folder)] if folder else [])]
+    words += ["--slots", str(slots)] if slots else []
     return shlex.join([*words, *(word for each in options.assign or [] for word in ("-s", each))])
 
 

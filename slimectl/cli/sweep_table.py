@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from slimectl.cli.progress import in_foreground, is_drawn
-from slimectl.cli.terminal import one_line
+from slimectl.cli.terminal import one_line, width
 from slimectl.settings.keys import toml_value
 from slimectl.sweeps.folder import Run
 from slimectl.sweeps.scheduler import Observer, Row, Sweeper
@@ -18,6 +18,10 @@ from slimectl.system import stdio
 REDRAW_S = 1.0
 MARGIN = 8
 """Lines of the terminal that the live table leaves free: its head, its frame and the summary."""
+MIN_STATE = 20
+"""Minimum columns of the state."""
+MAX_REASONS = 3
+"""Maximum failures that are explained below the table."""
 MAX_VALUE = 24
 """Maximum columns of a setting's value."""
 STYLES = {"running": "cyan", "failed": "red", "finished": "green"}
@@ -33,17 +37,20 @@ def columns(sweeper: Sweeper) -> list[str]:
 
 def cells(row: Row, sweeper: Sweeper) -> list[str]:
     """Return the cells of a trial."""
-    values = [one_line(toml_value(value), MAX_VALUE) for value in row.trial.values.values()]
+    values = [
+        f"{value:.6g}" if isinstance(value, float) else one_line(toml_value(value), MAX_VALUE)
+        for value in row.trial.values.values()
+    ]
     scored = sum(outcome.score is not None for outcome in row.outcomes.values())
     rounds, state, newest = str(row.rounds or ""), row.state, None
-    if row.running:
-        points = [run.newest(sweeper.plan.sweep.metric) for run in row.running]
+    if row.begun and not row.reason:
+        points = [run.newest(sweeper.plan.sweep.metric) for run in row.begun]
         rounds = f"{max(number for number, _ in points)}/{row.rounds or '?'}"
         newest = next((value for _, value in points if value is not None), None)
     if row.state == "failed":
-        state = f"failed: {one_line(row.reason, 60)}"
-    elif row.state == "running" and newest is not None:
-        state = f"running, {newest:.4g}"
+        state = f"failed: {row.reason}"
+    elif row.begun and newest is not None:
+        state = f"{row.state}, {newest:.4g}"
     return [row.trial.name, *values, f"{scored}/{row.seeds}", rounds, score_text(row), state]
 
 
@@ -103,15 +110,21 @@ def live_table(sweeper: Sweeper, limit: int) -> Any:
     running = [row for row in rows if row.running]
     chosen = [*running, *(row for row in rows if not row.running)][: max(limit, len(running))]
     table = Table(title=_title(rows), title_justify="left", box=None, pad_edge=False, header_style="bold")
-    heads = columns(sweeper)
+    shown_rows = [row for row in rows if row in chosen]
+    heads, *lines = fitted([columns(sweeper), *(cells(row, sweeper) for row in shown_rows)], width())
     for head in heads:
         table.add_column(head, justify="left" if head in ("trial", "state") else "right", no_wrap=True)
-    for row in rows:
-        if row in chosen:
-            table.add_row(*cells(row, sweeper), style=STYLES.get(row.state, ""))
+    for row, line in zip(shown_rows, lines, strict=True):
+        table.add_row(*line, style=STYLES.get(row.state, ""))
     if len(chosen) < len(rows):
         table.caption = f"{len(rows) - len(chosen)} more"
     return table
+
+
+def fitted(lines: list[list[str]], limit: int) -> list[list[str]]:
+    """Shorten the last column, so that the table has at most `limit` columns of text if the others leave room."""
+    others = sum(2 + max(map(len, column)) for column in list(zip(*lines, strict=True))[:-1])
+    return [[*line[:-1], one_line(line[-1], max(MIN_STATE, limit - others))] for line in lines]
 
 
 def _title(rows: Sequence[Row]) -> str:
@@ -123,11 +136,14 @@ def _title(rows: Sequence[Row]) -> str:
 def finished(sweeper: Sweeper, *, is_done: bool, as_json: bool) -> Row | None:
     """Print the table, and which trial is best. Return that trial if the sweep is done."""
     rows = sweeper.rows()
-    table = [columns(sweeper), *(cells(row, sweeper) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    table = fitted([columns(sweeper), *(cells(row, sweeper) for row in rows)], width())
+    column_widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
-        padded = [text.ljust(width) for text, width in zip(line, widths, strict=True)]
+        padded = [text.ljust(size) for text, size in zip(line, column_widths, strict=True)]
         (stdio.note if as_json else stdio.emit)("  ".join(padded).rstrip())
+    for row in [row for row in rows if row.reason][:MAX_REASONS]:
+        log = sweeper.folder.path / row.trial.name
+        stdio.note(f"{row.trial} failed: {row.reason} ({log}/seed_*.log)")
     best = rows[0] if rows[0].is_complete and rows[0].is_last else None
     if best is not None and is_done:
         stdio.note(verdict(best, rows, sweeper))

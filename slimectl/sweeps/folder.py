@@ -78,9 +78,10 @@ class Run:
         lines = self.last_lines(self.log)
         return lines[-1].removeprefix(FAILED) if lines and lines[-1].startswith(FAILED) else ""
 
-    def record_failure(self, reason: str) -> None:
-        with self.log.open("a", encoding="utf-8") as file:
-            file.write(f"{FAILED}{reason}\n")
+    def write_line(self, text: str) -> None:
+        """Append a line to the log."""
+        with storage_errors(self.log), self.log.open("a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
 
     @staticmethod
     def last_lines(path: Path) -> list[str]:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from slimectl.errors import SettingsError, SlimectlError
 from slimectl.protocols import Command, Commands
-from slimectl.sweeps.folder import TRIAL_TOML, Run, Score, SweepFolder
+from slimectl.sweeps.folder import FAILED, TRIAL_TOML, Run, Score, SweepFolder
 from slimectl.sweeps.plan import Rung, Trial, run_options
+from slimectl.system import stdio
 
 POLL_S = 0.1
 MAX_RESTARTS = 3
@@ -44,6 +45,8 @@ class Row:
     seeds: int
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     running: list[Run] = field(default_factory=list)
+    begun: list[Run] = field(default_factory=list)
+    """Runs that have not ended, running or not."""
     is_last: bool = True
     """Whether the trial takes part in the last rung so far."""
 
@@ -65,14 +68,14 @@ class Row:
 
     @property
     def state(self) -> str:
-        """failed, running, finished, dropped (by successive halving), waiting, or started (some seeds have ended)."""
+        """failed, running, finished, dropped (by successive halving), stopped (by a signal), or waiting."""
         if self.reason:
             return "failed"
         if self.running:
             return "running"
         if self.is_complete:
             return "finished" if self.is_last else "dropped"
-        return "started" if self.outcomes else "waiting"
+        return "stopped" if self.begun else "waiting"
 
 
 @dataclass
@@ -135,7 +138,8 @@ class Sweeper:
             outcomes = {run.seed: outcome for run in runs if (outcome := self._outcomes.get((run, number)))}
             is_last = number == len(self._entrants) - 1
             active = [run for run in runs if run in running]
-            rows.append(Row(trial, number, self.plan.rungs[number].rounds, len(runs), outcomes, active, is_last))
+            begun = [run for run in runs if run.seed not in outcomes and run.has_begun]
+            rows.append(Row(trial, number, self.plan.rungs[number].rounds, len(runs), outcomes, active, begun, is_last))
         return sorted(rows, key=self._order)
 
     def _order(self, row: Row) -> tuple[int, int, bool, float]:
@@ -198,8 +202,7 @@ class Sweeper:
                 self.observer.ended(run, "finished")
                 continue
             command = self._command(run, rung)
-            with run.log.open("a", encoding="utf-8") as log:
-                log.write(f"sweep: {shlex.join(['slimectl', *command])}\n")
+            run.write_line(f"sweep: {shlex.join(['slimectl', *command])}")
             self.observer.started(run)
             environment = {name: text for name, text in os.environ.items() if name not in self.plan.variables}
             arguments = [sys.executable, "-m", "slimectl", *command]
@@ -222,11 +225,13 @@ class Sweeper:
             self._restarts[run] += 1
             waiting.appendleft(run)
             return
-        reason = f"exit code {code}" if not was_signal else f"ended by signal {-code if code < 0 else code - 128}"
         messages = [line for line in run.last_lines(run.log) if line.startswith("slimectl: ")]
-        if messages and not was_signal:
-            reason = f"{reason}: {messages[-1].removeprefix('slimectl: ')}"
-        run.record_failure(reason)
+        if was_signal:
+            name = signal.Signals(-code if code < 0 else code - 128).name
+            reason = f"ended {stdio.quantity(MAX_RESTARTS + 1, 'time')} by {name}"
+        else:
+            reason = messages[-1].removeprefix("slimectl: ") if messages else f"exit code {code}"
+        run.write_line(f"{FAILED}{reason}")
         self._outcomes[run, at[0]] = Outcome(None, reason)
         self.observer.ended(run, f"failed: {reason}")
         self._check_first_failures(run, reason)
