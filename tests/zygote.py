@@ -101,7 +101,7 @@ def describe(
         "env": dict(env),
         "cwd": os.getcwd(),
         "session": session,
-        "mortal": mortal,
+        "mortal": os.getpid() if mortal else None,
         "ignored": [n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN],
         "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
         "limits": [(number, *resource.getrlimit(number)) for number in LIMITS],
@@ -171,6 +171,8 @@ def install(connect: Callable[[], socket.socket], only_servers: Callable[[], boo
     start_whole = commands.start_command
 
     def start_command(command: Sequence[str], environment: Mapping[str, str], log: Any) -> Any:
+        if command[:3] != [sys.executable, "-m", "slimectl"]:
+            return start_whole(command, environment, log)
         with open(os.devnull, "rb") as nothing, log.open("ab") as output:
             streams = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}
             pid = zygote.start(command[1:], streams, environment, session=True, mortal=True)
@@ -296,8 +298,11 @@ def take_over(request: dict[str, Any], descriptors: dict[int, int]) -> None:
         resource.setrlimit(number, (soft, hard))
     if request["session"]:
         os.setsid()
-    if request["mortal"]:
+    if request["mortal"]:  # as start_command of executors/commands.py prepares a run
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != request["mortal"]:
+            os._exit(1)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])

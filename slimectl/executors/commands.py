@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from slimectl.errors import SettingsError
@@ -56,12 +57,18 @@ def start_command(command: Sequence[str], environment: Mapping[str, str], log: P
     with log.open("ab") as output:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=dict(environment),
-            start_new_session=True, preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            start_new_session=True, preexec_fn=partial(_prepare, os.getpid()),
         )  # fmt: skip
 
 
-def _end_with_parent() -> None:
+def _prepare(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends, which may have ended already."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray 2.60 blocks SIGINT in its workers
+    if sys.platform != "linux":
+        return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def visible_gpus() -> list[str]:

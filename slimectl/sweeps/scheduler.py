@@ -121,14 +121,6 @@ class Sweeper:
             for _, command in self._jobs.values():
                 command.send_signal(signal.SIGKILL)
 
-    def look(self) -> None:
-        """Read the outcomes of all rungs without running anything."""
-        for number, rung in enumerate(self.plan.rungs):
-            self._entrants.append(self._survivors(number - 1, rung) if number else self.plan.trials)
-            runs = [run for trial in self._entrants[-1] for run in self.folder.runs(trial)]
-            if None in [self._outcome(run, number, rung) for run in runs]:
-                return
-
     def rows(self) -> list[Row]:
         """Return the trials, best first: by rung and score. Failed ones are last."""
         rows, running = [], [run for run, _ in self._jobs.values()]
@@ -219,6 +211,9 @@ class Sweeper:
         """Record how a run ended, or let it continue if a signal ended it."""
         if self._outcome(run, *at) is not None:
             self.observer.ended(run, "finished")
+            return
+        if run.is_active:  # a process of an earlier sweep, which began just before it was killed, writes it
+            waiting.append(run)
             return
         was_signal = code < 0 or code > 128
         if was_signal and (self._signals or self._restarts[run] < MAX_RESTARTS):

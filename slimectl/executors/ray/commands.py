@@ -26,6 +26,7 @@ class CommandActor:
     def start(self, command: list[str], environment: dict[str, str], folder: str, log: str) -> None:
         own = {name: text for name, text in os.environ.items() if name.startswith(OWN_VARIABLES)}
         os.chdir(folder)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # Ray 2.60 ignores it in its workers, so exit codes would be lost
         self._process = start_command(command, {**environment, **own}, Path(log))
 
     def poll(self) -> int | None:
