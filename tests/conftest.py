@@ -42,6 +42,7 @@ gc.disable()  # until tests are collected: it would look at all objects of some 
 GROUPS = {
     "tests/policies/megatron/": "ranks of Megatron",
     "tests/contracts/test_executor_contract.py": "Ray",
+    "tests/contracts/test_commands_contract.py": "Ray",
     "tests/contracts/": "servers of the contracts",
     "tests/executors/test_ray": "Ray",
     "tests/hooks/test_hooks_on_ray.py": "Ray",

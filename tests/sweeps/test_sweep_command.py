@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -68,4 +70,49 @@ def test_a_killed_sweep_resumes_to_the_table_of_an_undisturbed_one_and_leaves_no
         process.kill()
         process.wait()
     assert without_folder(table(workshop, "broken")) == whole
+    assert processes_in(workshop.folder) == []
+
+
+def test_a_trial_that_fails_is_the_last_with_its_reason_and_is_tried_again_only_when_asked(workshop: Workshop):
+    reward = (workshop.folder / "reward.py").read_text()
+    guard = "def reward(sample, args):\n    assert args.scale < 9, 'scale is too large'\n"
+    (workshop.folder / "reward.py").write_text(reward.replace("def reward(sample):\n", guard))
+    settings = "[sweep.settings]\ncustom.scale = [1, 9]\n"
+    (workshop.folder / "s.toml").write_text(BASE.format(rounds=1) + settings)
+    first, second = table(workshop, "s")
+    assert (first["trial"], first["state"], first["best"]) == ("trial_001", "finished", True)
+    assert (second["trial"], second["state"], second["best"]) == ("trial_002", "failed", False)
+    assert "scale is too large" in second["seeds"]["1"]["reason"]
+    assert "trial_002 (custom.scale = 9) failed: " in workshop.stderr
+    log = workshop.folder / "sweeps" / "s" / "trial_002" / "seed_1.log"
+    assert table(workshop, "s") == [first, second]  # nothing runs again
+    assert log.read_text().count("sweep: slimectl run") == 1
+    workshop.slimectl("run", "-c", "sweeps/s/best.toml", "--dry-run")
+    (workshop.folder / "reward.py").write_text(reward.replace("def reward(sample):", "def reward(sample, args):"))
+    assert [row["state"] for row in table(workshop, "s", "--retry-failed")] == ["finished", "finished"]
+
+
+def test_a_sweep_whose_first_trials_cannot_start_stops_with_the_reason(workshop: Workshop):
+    settings = "[model]\npath = 'nowhere'\n[sweep.settings]\ntrain.lr = [1, 2, 3]\n"
+    (workshop.folder / "s.toml").write_text(BASE.format(rounds=1) + settings)
+    assert table(workshop, "s", code=2) == []
+    last = workshop.stderr.splitlines()[-1]
+    assert "nowhere" in last
+    assert last.endswith("so the sweep stops. Fix it, and repeat the command with --retry-failed.")
+
+
+def test_ctrl_c_lets_the_runs_save_and_names_the_command_that_resumes(workshop: Workshop):
+    (workshop.folder / "s.toml").write_text(BASE.format(rounds=500) + "seeds = [1, 2]\n")
+    pipe = subprocess.PIPE
+    process = workshop.start("sweep", "s.toml", "--slots", "2", stdout=pipe, stderr=pipe)
+    runs = [workshop.folder / "sweeps" / "s" / "trial_001" / f"seed_{seed}" for seed in (1, 2)]
+    while not all((run / "metrics.jsonl").exists() for run in runs):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert process.returncode == 130
+    assert re.search(r"trial_001 +0/2 +\d+/500 +- +stopped", out.decode())
+    assert err.decode().splitlines()[-1] == "resume with: slimectl sweep s.toml --slots 2"
+    assert all((run / "latest").is_symlink() for run in runs)
     assert processes_in(workshop.folder) == []
