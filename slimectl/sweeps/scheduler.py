@@ -238,8 +238,8 @@ class Sweeper:
         enough = min(FIRST_FAILURES, len(self.plan.trials))
         if len(self._failed_first) >= enough and not any(run.newest("rollout/step")[0] for run in runs):
             raise SettingsError(
-                f"{failed.path}: {reason.removesuffix('.')}. No trial has completed a round, so the sweep stops. Fix it,"
-                f" and repeat the command with --retry-failed."
+                f"{failed.path}: {reason.removesuffix('.')}. No trial has completed a round, so the sweep stops. Fix"
+                f" it, and repeat the command with --retry-failed."
             )
 
     def _pass_signals_on(self) -> None:
