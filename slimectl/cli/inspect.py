@@ -15,7 +15,7 @@ from slimectl.system.model_files import follow_links
 
 
 @with_options(
-    "paths rows condition sort prompt follow diff explain color_by mask plot metric axis model",
+    "paths rows condition sort prompt follow diff explain color_by mask plot metric axis perfetto model",
     SETTINGS,
     "as_json force",
 )
@@ -45,6 +45,10 @@ def inspect(
         typer.Option("--metric", metavar="NAME", help="Metric to draw, or part of its name (repeatable)"),
     ] = None,
     axis: Annotated[str, typer.Option("--axis", help="x axis of --plot: step, round or time")] = "step",
+    perfetto: Annotated[
+        Path | None,
+        typer.Option("--perfetto", metavar="FILE", help="Write a run's timeline as JSON for ui.perfetto.dev"),
+    ] = None,
 ) -> None:
     """Summarize a run, samples file or model directory, and show samples.
 
@@ -67,6 +71,7 @@ def inspect(
         "--prompt": prompt is not None,
         "--follow": follow,
         "--plot": plot is not None,
+        "--perfetto": perfetto is not None,
     }
     _check(paths, [name for name, is_set in modes.items() if is_set], selection)
     if plot is None and metric:
@@ -76,11 +81,15 @@ def inspect(
     paths = [follow_links(path) for path in paths]
     path = paths[0]
     selection.model = options.model
-    if plot is not None:
+    if (file := plot or perfetto) is not None and file.exists() and not options.force:
+        raise SettingsError(f"{file}: already exists. Add --force to replace it")
+    if perfetto is not None:
+        from slimectl.cli.perfetto import write_trace
+
+        stdio.note(write_trace(path, perfetto))
+    elif plot is not None:
         from slimectl.cli.plot import draw_runs
 
-        if plot.exists() and not options.force:
-            raise SettingsError(f"{plot}: already exists. Add --force to replace it")
         stdio.note(draw_runs(paths, plot, metrics=metric or [], axis=axis))
     elif mask:
         inspect_views.show_masks(path, selection.rows, options.resolve().settings)

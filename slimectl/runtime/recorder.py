@@ -11,6 +11,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from slimectl.algorithms.normalization import RewardMoments
 from slimectl.data.atomic_replace import storage_errors, write_text
 from slimectl.data.jsonl import write_samples
@@ -110,8 +112,8 @@ class RunRecorder:
         spans = [*timeline.take(), *chain.from_iterable(by_rank)]
         if spans:
             path = self.folder.path / "timeline.jsonl"
-            with storage_errors(path), path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"round": number} | span) + "\n" for span in spans)
+            with storage_errors(path), path.open("ab") as file:
+                file.writelines(orjson.dumps({"round": number} | span) + b"\n" for span in spans)
         busy = {
             rank: sum(s.get("busy", 0.0) for s in spans if s["name"] in PASSES) for rank, spans in enumerate(by_rank)
         }

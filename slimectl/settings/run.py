@@ -223,7 +223,7 @@ class TrackSettings(Section):
     timeline: bool = True
     """Write timeline.jsonl: what every part of the run did at what time, for `slimectl view`."""
 
-    timeline_requests: Annotated[int, Field(ge=0)] = 128
+    timeline_requests: Annotated[int, Field(ge=0)] = 64
     """Maximum requests to engines in the timeline per round and per evaluation. They are those of evenly spaced
     samples, with the slowest one. Metrics count all requests."""
 

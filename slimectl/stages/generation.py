@@ -26,7 +26,6 @@ from slimectl.settings.rollout import RolloutSettings
 from slimectl.stages.failed_attempts import warn_of_failure
 from slimectl.stages.hooks import NO_HOOKS, Hooks
 from slimectl.stages.long_prompts import drop_long, prompt_excess
-from slimectl.stages.request_times import EngineRequest
 from slimectl.stages.text_responses import fill_tokens
 from slimectl.stages.tool_timeout import BlockedLoopWatchdog, ToolTimeout
 from slimectl.system.redaction import redact_text
@@ -116,8 +115,8 @@ class GroupGenerator:
     rollout_id: int | None = dataclasses.field(default=None, init=False)
     failures: int = dataclasses.field(default=0, init=False)
     """Number of attempts that have failed."""
-    requests: list[EngineRequest] = dataclasses.field(default_factory=list, init=False)
-    """Finished requests of the timeline, until they are taken."""
+    requests: list[tuple[Any, ...]] = dataclasses.field(default_factory=list, init=False)
+    """Values of an EngineRequest for every finished request (stages/request_times.py), until they are taken."""
     _rendered: tuple[Prompt, list[int]] | None = dataclasses.field(default=None, init=False)
     """The last rendered prompt and its tokens."""
 
@@ -360,9 +359,10 @@ class _GenerationSession:
         started = time.perf_counter()
         completion = await self._attempts.engine.generate(tokens, params=params, **options)
         if timeline.enabled:
-            number, ended = self._attempts.rollout_id, time.perf_counter()
-            place = number, self._sample.group_index, self._sample.index, len(tokens), len(completion.tokens)
-            self._attempts.requests.append(EngineRequest(*place, started, ended, completion.times))
+            sample, ended = self._sample, time.perf_counter()
+            place = (self._attempts.rollout_id, sample.group_index, sample.index)
+            counts = (len(tokens), len(completion.tokens))
+            self._attempts.requests.append((*place, *counts, started, ended, completion.times))
         self._answers += 1
         self._versions.extend(completion.weight_versions)
         self._requests.append((list(tokens), completion))

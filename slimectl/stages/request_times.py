@@ -7,7 +7,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from operator import sub, truediv
+from typing import Any, NamedTuple
 
 from slimectl.system.timeline import Span, span, timeline
 from slimectl.types import EngineTimes, Metrics
@@ -39,43 +40,55 @@ class EngineRequest(NamedTuple):
         return self.times.admitted - self.start, self.times.first_token - self.times.admitted, self.end - self.times[1]
 
 
-def take_requests(requests: list[EngineRequest], limit: int, **fields: object) -> Metrics:
-    """Empty a list of requests into the timeline, at most `limit` of them. Return the metrics of all."""
+def take_requests(requests: list[tuple[Any, ...]], limit: int, **fields: object) -> Metrics:
+    """Empty a list of requests into the timeline, at most `limit` of them. Return the metrics of all.
+
+    A request is the values of an EngineRequest. Those that are not kept are never objects, for speed.
+    """
     finished, requests[:] = list(requests), []
-    timeline.add(request_span | fields for request_span in request_spans(kept_requests(finished, limit)))
+    spans = list(request_spans(kept_requests(finished, limit)))
+    for request_span in spans if fields else ():
+        request_span |= fields
+    timeline.add(spans)
     return request_metrics(finished)
 
 
-def request_metrics(requests: Sequence[EngineRequest]) -> Metrics:
+def request_metrics(requests: Sequence[tuple[Any, ...]]) -> Metrics:
     """Return the distributions of the requests' times and rates, and how much slower the slowest engine is."""
     if not requests:
         return {}
+    _, _, _, _, tokens, starts, ends, times = zip(*requests, strict=True)
+    seconds = list(map(sub, ends, starts))
+    columns = {"e2e_time": seconds, "tokens_per_sec": list(map(truediv, tokens, seconds))}
     metrics: Metrics = {"perf/request/count": float(len(requests))}
-    parts = zip(*(request.parts for request in requests if request.times is not None), strict=True)
-    columns = {f"{name}_time": list(column) for name, column in zip(PARTS, parts, strict=False)}
-    columns["e2e_time"] = [request.end - request.start for request in requests]
-    columns["tokens_per_sec"] = [request.tokens / (request.end - request.start) for request in requests]
+    if all(times):
+        admitted, first_tokens, engines = zip(*times, strict=True)
+        moments = (starts, admitted, first_tokens, ends)
+        for part, (earlier, later) in zip(PARTS, pairwise(moments), strict=True):
+            columns[f"{part}_time"] = list(map(sub, later, earlier))
+        metrics |= _slowest_engine(engines, map(sub, ends, first_tokens), tokens)
     for name, values in columns.items():
         metrics |= {f"perf/request/{name}/{key}": value for key, value in _distribution(values).items()}
-    return metrics | _slowest_engine(requests)
+    return metrics
 
 
 def _distribution(values: Iterable[float]) -> Metrics:
     """Return mean, p50, p95 and max. A percentile is the smallest value that so many percent do not exceed."""
     ordered = sorted(values)
     at = {f"p{share}": ordered[math.ceil(share / 100 * len(ordered)) - 1] for share in (50, 95)}
-    return {"mean": statistics.fmean(ordered), **at, "max": ordered[-1]}
+    return {"mean": math.fsum(ordered) / len(ordered), **at, "max": ordered[-1]}
 
 
-def _slowest_engine(requests: Iterable[EngineRequest]) -> Metrics:
+def _slowest_engine(engines: Sequence[int], decode_s: Iterable[float], tokens: Sequence[int]) -> Metrics:
     """Return the number of the engine with the longest decode time per token, and its ratio to the median engine."""
+    if len(set(engines)) == 1:
+        return {}
     seconds: defaultdict[int, float] = defaultdict(float)
-    tokens: defaultdict[int, int] = defaultdict(int)
-    for request in requests:
-        if request.times is not None:
-            seconds[request.times.engine] += request.end - request.times.first_token
-            tokens[request.times.engine] += request.tokens
-    return slowest("engine", {engine: seconds[engine] / count for engine, count in tokens.items() if count})
+    counts: defaultdict[int, int] = defaultdict(int)
+    for engine, engine_s, count in zip(engines, decode_s, tokens, strict=True):
+        seconds[engine] += engine_s
+        counts[engine] += count
+    return slowest("engine", {engine: seconds[engine] / count for engine, count in counts.items() if count})
 
 
 def slowest(kind: str, times: Mapping[int, float]) -> Metrics:
@@ -91,25 +104,30 @@ def slowest(kind: str, times: Mapping[int, float]) -> Metrics:
     return {f"perf/slowest_{kind}": float(number), f"perf/slowest_{kind}_ratio": times[number] / median}
 
 
-def kept_requests(requests: Sequence[EngineRequest], limit: int) -> list[list[EngineRequest]]:
+def kept_requests(requests: Sequence[tuple[Any, ...]], limit: int) -> list[list[EngineRequest]]:
     """Return the requests of evenly spaced samples, at most `limit` of them, by sample.
 
     The sample of the longest request is always among them, so that a straggler is seen.
     """
-    by_sample: defaultdict[tuple[int, int], list[EngineRequest]] = defaultdict(list)
-    for request in requests:
-        by_sample[request.group, request.sample].append(request)
-    samples = list(by_sample.values())
-    if len(requests) <= limit:
-        return samples
-    longest = max(samples, key=lambda sample: max(request.end - request.start for request in sample))
-    selection, room = [longest[:limit]], limit - len(longest)
-    count = max(1, len(samples) * limit // len(requests))
-    for sample in (samples[place * len(samples) // count] for place in range(count)):
-        if sample is not longest and len(sample) <= room:
-            selection.append(sample)
-            room -= len(sample)
-    return selection
+    if not requests:
+        return []
+    _, groups, indices, _, _, starts, ends, _ = zip(*requests, strict=True)
+    owners = list(zip(groups, indices, strict=True))
+    places: dict[tuple[int, int], list[int]] = {}
+    for place, owner in enumerate(owners):
+        places.setdefault(owner, []).append(place)
+    samples = list(places.values())
+    selection = samples
+    if len(requests) > limit:
+        seconds = list(map(sub, ends, starts))
+        longest = places[owners[seconds.index(max(seconds))]]
+        selection, room = [longest[:limit]], limit - len(longest)
+        count = max(1, len(samples) * limit // len(requests))
+        for sample in (samples[place * len(samples) // count] for place in range(count)):
+            if sample is not longest and len(sample) <= room:
+                selection.append(sample)
+                room -= len(sample)
+    return [[EngineRequest._make(requests[place]) for place in sample] for sample in selection]
 
 
 def request_spans(samples: Iterable[Sequence[EngineRequest]]) -> Iterator[Span]:
@@ -119,12 +137,18 @@ def request_spans(samples: Iterable[Sequence[EngineRequest]]) -> Iterator[Span]:
             if after.start > before.end:
                 yield span("tools", "tool", before.end, after.start, **_place(before))
         for turn, request in enumerate(requests):
-            fields = {"turn": turn, "prompt_tokens": request.prompt_tokens, "tokens": request.tokens}
-            parts = {name: round(seconds, 6) for name, seconds in zip(PARTS, request.parts, strict=False)}
             lane = f"engine/{request.times.engine if request.times else 0}"
-            yield span(lane, "request", request.start, request.end, **_place(request), **fields, **parts)
+            request_span = span(lane, "request", request.start, request.end)
+            request_span |= _place(request)
+            request_span["turn"], request_span["prompt_tokens"], request_span["tokens"] = (
+                turn,
+                request.prompt_tokens,
+                request.tokens,
+            )
+            for name, seconds in zip(PARTS, request.parts, strict=False):
+                request_span[name] = round(seconds, 6)
+            yield request_span
 
 
-def _place(request: EngineRequest) -> dict[str, int]:
-    round_number = {} if request.rollout_id is None else {"round": request.rollout_id}
-    return round_number | {"group": request.group, "index": request.sample}
+def _place(request: EngineRequest) -> dict[str, int | None]:
+    return {"round": request.rollout_id, "group": request.group, "index": request.sample}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from slimectl.planner.flops import ImageFlops, ModelFlops, SequenceFlops
 
 Item = TypeVar("Item")
-Segment = tuple[str, float, float]
-"""Metric, start and end of a part of a round."""
+Segment = list[Any]
+"""Metric, start, end and seconds without gaps of a part of a round."""
 Clock = Callable[[], float]
 Packer = Callable[[Sequence[TrainingSample]], "list[list[Pack]]"]
 """Returns the packs of every rank."""
@@ -76,7 +76,7 @@ class RoundTimer:
         """Packs that had been split in the processes of the policy when they were last asked."""
         self._open: list[str] = []
         self._mark = 0.0
-        self._segments: list[Segment] = []
+        self._segments: dict[str, list[Segment]] = {}
 
     @contextmanager
     def time(self, name: str, *, of: Any = None) -> Iterator[None]:
@@ -113,8 +113,16 @@ class RoundTimer:
         if self._open:
             self._seconds[self._open[-1]] += now - self._mark
             if timeline.enabled:
-                self._segments.append((self._open[-1], self._mark, now))
+                self._note_segment(self._open[-1], self._mark, now)
         self._mark = now
+
+    def _note_segment(self, metric: str, start: float, end: float) -> None:
+        """Add a segment to its lane. After a gap that is too short to be shown, it extends the last one."""
+        segments = self._segments.setdefault(LANES.get(metric, "trainer"), [])
+        if segments and (last := segments[-1])[0] == metric and start - last[2] < SHORTEST_GAP_S:
+            last[2], last[3] = end, last[3] + end - start
+        elif end > start:
+            segments.append([metric, start, end, end - start])
 
     @contextmanager
     def _noting_memory(self, name: str, model: Any) -> Iterator[None]:
@@ -212,24 +220,20 @@ class RoundTimer:
         self._memory |= {key: value for key, value in metrics.items() if moment == "end" or key not in self._memory}
 
 
-def spans_of(segments: Sequence[Segment]) -> Iterator[tuple[str, str, float, float, dict[str, float]]]:
+def spans_of(segments: Mapping[str, Sequence[Segment]]) -> Iterator[tuple[str, str, float, float, dict[str, float]]]:
     """Yield (lane, name, start, end, fields) of a round's segments, joined over gaps that are too short to be shown.
 
     The field `busy` has the seconds of a joined span without its gaps, so that their sum is the metric.
     """
-    lanes: dict[str, list[Segment]] = {}
-    for segment in segments:
-        if segment[2] > segment[1]:
-            lanes.setdefault(LANES.get(segment[0], "trainer"), []).append(segment)
-    whole_s = max(end for _, _, end in segments) - min(start for _, start, _ in segments) if segments else 0.0
-    for lane, parts in lanes.items():
-        joined: list[tuple[str, float, float, float]] = []
-        for metric, start, end in parts:
-            if joined and joined[-1][0] == metric and start - joined[-1][2] < max(SHORTEST_GAP_S, whole_s / MOST_GAPS):
-                _, first, _, busy = joined.pop()
-                joined.append((metric, first, end, busy + end - start))
+    moments = [moment for parts in segments.values() for part in parts for moment in part[1:3]]
+    shortest_s = (max(moments) - min(moments)) / MOST_GAPS if moments else 0.0
+    for lane, parts in segments.items():
+        joined: list[Segment] = []
+        for metric, start, end, busy in parts:
+            if joined and joined[-1][0] == metric and start - joined[-1][2] < shortest_s:
+                joined[-1] = [metric, joined[-1][1], end, joined[-1][3] + busy]
             else:
-                joined.append((metric, start, end, end - start))
+                joined.append([metric, start, end, busy])
         for metric, start, end, busy in joined:
             name = metric.removeprefix("perf/").removesuffix("_time")
             yield lane, name, start, end, {} if end - start - busy < 1e-6 else {"busy": round(busy, 6)}

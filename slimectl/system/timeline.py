@@ -62,8 +62,8 @@ class Timeline:
 
 def span(lane: str, name: str, start: float, end: float, **fields: Any) -> Span:
     """Return a span between two times of `time.perf_counter`, rounded to microseconds."""
-    times = {"start": round(start + TO_WALL_CLOCK, 6), "end": round(end + TO_WALL_CLOCK, 6)}
-    return {"lane": lane, "name": name} | times | fields
+    start, end = round(start + TO_WALL_CLOCK, 6), round(end + TO_WALL_CLOCK, 6)
+    return {"lane": lane, "name": name, "start": start, "end": end, **fields}
 
 
 timeline = Timeline()

@@ -14,7 +14,7 @@ from workshop import Workshop, set_up
 
 from slimectl.data.metrics_catalogue import known
 from slimectl.stages.request_times import EngineRequest, kept_requests, request_metrics, request_spans, take_requests
-from slimectl.stages.round_timer import RoundTimer, spans_of
+from slimectl.stages.round_timer import RoundTimer
 from slimectl.system.timeline import TO_WALL_CLOCK, Span, timeline
 from slimectl.types import EngineTimes
 
@@ -48,15 +48,23 @@ def test_spans_have_the_times_of_the_innermost_block_and_add_up_to_the_metrics(r
     assert metrics == {"perf/data_preprocess_time": 3.5, "perf/log_probs_time": 0.5, "perf/actor_train_time": 1.0}
 
 
-def test_a_gap_that_is_too_short_to_be_seen_joins_two_spans_and_their_seconds_stay():
-    generate, reward = "perf/generate_time", "perf/reward_time"
+def test_a_gap_that_is_too_short_to_be_seen_joins_two_spans_and_their_seconds_stay(recording: None):
     # The round lasts 4 s, so gaps below 4 / 200 = 0.02 s are joined. The gap of 0.5 s is not.
-    first = [(generate, 0.0, 1.0), (reward, 1.0, 1.01), (generate, 1.01, 2.0)]
-    segments = [*first, (reward, 2.0, 2.5), (generate, 2.5, 4.0)]
-    assert list(spans_of(segments)) == [
-        ("generation", "generate", 0.0, 2.0, {"busy": pytest.approx(1.99)}), ("generation", "generate", 2.5, 4.0, {}),
-        ("grading", "reward", 1.0, 1.01, {}), ("grading", "reward", 2.0, 2.5, {}),
+    moments = iter([0.0, 1.0, 1.0004, 1.5, 1.51, 2.0, 2.5, 4.0])
+    timer = RoundTimer(lambda: next(moments))
+    with timer.time("perf/generate_time"), timer.time("perf/reward_time"):  # 0 to 1, 1.0004 to 1.5
+        pass
+    for _ in range(2):
+        with timer.time("perf/generate_time"):  # 1.51 to 2, 2.5 to 4
+            pass
+    metrics = timer.take(1)
+    spans = timeline.take()
+    assert [(s["lane"], round(s["start"] - TO_WALL_CLOCK, 3), round(s["end"] - TO_WALL_CLOCK, 3)) for s in spans] == [
+        ("generation", 0.0, 2.0), ("generation", 2.5, 4.0), ("grading", 1.0, 1.0),
     ]  # fmt: skip
+    assert spans[0]["busy"] == pytest.approx(1.9896)  # 1 + 0.4996 + 0.49
+    assert "busy" not in spans[1]
+    assert metrics["perf/generate_time"] == pytest.approx(3.4896)
 
 
 def test_the_parts_of_a_request_add_up_to_its_time_and_a_tool_fills_the_time_between_turns():

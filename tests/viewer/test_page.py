@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -49,6 +50,17 @@ NAMES = """() => [...document.querySelectorAll("button, input, select, a, [role=
 """Elements that a screen reader could not name."""
 MEANS_ARE = """means => [...document.querySelectorAll("tbody tr td:nth-child(5)")].map((cell) => Number(cell.innerText))
   .every((mean, at) => mean === means[at])"""
+
+
+PLACE_OF_REQUEST = """async lines => {
+  const { Spans } = await import("./spans.js");
+  const spans = new Spans();
+  spans.add(lines);
+  const at = spans.lanes.findIndex(({ name }) => name === "engine/0");
+  const request = spans.lanes[at].rows[0].find((span) => span.round === 4 && !span.dataset);
+  return { x: ((request.start + request.end) / 2 - spans.start) / (spans.end - spans.start), y: 34 + 24 * at + 2 };
+}"""
+"""Place of a request: a share of the whole time, and pixels below the top if the lanes above have one row each."""
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +153,55 @@ def test_curves_of_two_runs_stand_in_one_chart_and_can_be_searched(page: Any, vi
     page.get_by_label("Smoothing").fill("0.6")
     assert "(raw)" in page.locator("[data-metric='critic/score/mean'] [role=img]").get_attribute("aria-label")
     expect(page.get_by_role("row", name="train.lr 0.001 0.0005")).to_have_count(1)
+
+
+def test_the_timeline_shows_lanes_and_the_parts_of_a_request_which_opens_its_group(page: Any, view: View):
+    open_page(page, view, "curves")
+    page.keyboard.press("m")
+    canvas = page.locator("canvas")
+    expect(canvas).to_have_attribute("aria-label", re.compile(r"Timeline of b, .*training"))
+    expect(page.locator("p.legend")).to_contain_text("waiting")
+    page.get_by_label("run").select_option("a")
+    expect(canvas).to_have_attribute("aria-label", re.compile("Timeline of a, "))
+    page.keyboard.press("ArrowLeft")  # a round before the middle of the five rounds
+    until(page, "() => /from=/.test(location.hash)")
+    whole = page.evaluate("() => location.hash")
+    page.keyboard.press("+")
+    until(page, "whole => location.hash !== whole", whole)
+    page.keyboard.press("0")
+    # A request is found by its place: over the engine's lane, from left to right.
+    box = canvas.bounding_box()
+    label = page.evaluate(PLACE_OF_REQUEST, view.ask("timeline?run=n0")["spans"])
+    page.mouse.move(box["x"] + 108 + label["x"] * (box["width"] - 108), box["y"] + label["y"])
+    tip = page.locator(".timeline .tip")
+    expect(tip).to_contain_text("request")
+    expect(tip).to_contain_text("decode")
+    page.mouse.down()
+    page.mouse.up()
+    page.wait_for_selector("article")
+    assert page.evaluate("() => location.hash").startswith("#/group/")
+
+
+def test_spans_of_a_lane_are_packed_into_rows_and_found_by_their_time(page: Any, view: View):
+    open_page(page, view, "curves")
+    found = page.evaluate("""async () => {
+      const { Spans } = await import("./spans.js");
+      const spans = new Spans();
+      const add = (lane, name, start, end, round) => ({ lane, name, start, end, round });
+      spans.add([add("engine/10", "request", 2, 4), add("trainer", "wait", 0, 3, 1), add("engine/9", "request", 1, 5),
+        add("engine/9", "request", 2, 3), add("engine/9", "request", 3, 6), add("trainer", "actor_train", 3, 7, 1)]);
+      const rows = spans.lanes[1].rows;
+      const drawn = [];
+      Spans.inWindow(rows[1], 2.5, 3.5, 0.1, (span) => drawn.push(span.start));
+      const shares = spans.shares(2, 5).map(([kind, , seconds]) => [kind, seconds]);
+      return { lanes: spans.lanes.map(({ name, rows }) => [name, rows.map((row) => row.map(({ start }) => start))]),
+        near: Spans.at(rows[0], 5.2, 0.3)?.end, none: Spans.at(rows[0], 5.5, 0.3), rounds: spans.rounds,
+        drawn, shares };
+    }""")
+    assert found == {
+        "lanes": [["trainer", [[0, 3]]], ["engine/9", [[1], [2, 3]]], ["engine/10", [[2]]]], "drawn": [2, 3], "near": 5,
+        "none": None, "rounds": [{"number": 1, "start": 0, "end": 7}], "shares": [["training", 2], ["waiting", 1]],
+    }  # fmt: skip
 
 
 REWARDS = {"fast-s1": [0.0, 1.0], "fast-s2": [0.5, 0.5], **{f"solo{n}": [n / 100, n / 50] for n in range(1, 9)}}

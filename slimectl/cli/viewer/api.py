@@ -60,6 +60,7 @@ class ViewApi:
             "runs": lambda parameters: self._runs(),
             "metrics": self._metrics,
             "findings": self._findings,
+            "timeline": lambda p: self.library.run(_text(p, "run")).timeline(_integer(p, "offset", 0)),
             "histograms": self._histograms,
             "dropped": self._dropped,
             "groups": self._groups,

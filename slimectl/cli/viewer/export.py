@@ -69,6 +69,7 @@ def _questions(api: ViewApi) -> Iterator[Question]:
         yield "metrics", {"run": run}
         yield "metrics", {"run": run, "naming": "roll"}
         yield "findings", {"run": run}
+        yield from _timeline(api, run)
     files = list(library.files().values())
     for file in files:
         library.index(file).extend()
@@ -89,6 +90,15 @@ def _questions(api: ViewApi) -> Iterator[Question]:
                 if prompt not in prompts:
                     prompts.add(prompt)
                     yield "prompt", {"run": prompt[0], "hash": prompt[1]}
+
+
+def _timeline(api: ViewApi, run: str) -> Iterator[Question]:
+    """Yield the questions with which the page reads a timeline to its end."""
+    parameters, more = {"run": run}, True
+    while more:
+        yield "timeline", parameters
+        answer = api.answer("timeline", parameters)
+        parameters, more = {"run": run, "offset": str(answer["offset"])}, answer["more"]
 
 
 def _group(api: ViewApi, file: SamplesFile, line: dict[str, Any]) -> Iterator[Question]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,10 +119,15 @@ class RunSource:
         """Return the lines of metrics.jsonl and perf.jsonl from byte offsets on, and the offsets after them."""
         answer: dict[str, Any] = {"offsets": {}, "more": False}
         for name in ("metrics", "perf"):
-            lines, end, more = _json_lines(self.path / f"{name}.jsonl", offsets.get(name, 0))
+            lines, end, more = _json_lines(self.path / f"{name}.jsonl", offsets.get(name, 0), _has_metrics)
             answer[name], answer["offsets"][name] = lines, end
             answer["more"] |= more
         return answer
+
+    def timeline(self, offset: int) -> dict[str, Any]:
+        """Return the spans of timeline.jsonl from a byte offset on, the offset after them, and whether more follow."""
+        spans, end, more = _json_lines(self.path / "timeline.jsonl", offset, _is_span)
+        return {"spans": spans, "offset": end, "more": more}
 
     def dropped(self, number: int, offset: int = 0) -> dict[str, Any]:
         """Return the counts of dropped or marked samples of a round: metric to its value in each step.
@@ -250,7 +256,8 @@ class Library:
         runs = [
             {"id": run.id, "name": run.name, "path": str(run.path), "state": run.state,
              "files": [file.to_json() for file in run.files()],
-             "metrics_bytes": size_of(run.path / "metrics.jsonl")}
+             "metrics_bytes": size_of(run.path / "metrics.jsonl"),
+             "timeline_bytes": size_of(run.path / "timeline.jsonl")}
             for run in self.runs.values()
         ]  # fmt: skip
         return {"runs": runs, "files": [file.to_json() for file in self.named_files.values()]}
@@ -329,20 +336,28 @@ def _data_folders(settings: dict[str, Any]) -> Iterator[Path]:
                     yield from source_folders(str(source))
 
 
-def _json_lines(path: Path, offset: int) -> tuple[list[Any], int, bool]:
-    """Return the complete lines of a file from a byte offset on, the offset after them, and whether more follow.
+def _json_lines(
+    path: Path, offset: int, is_valid: Callable[[dict[str, Any]], bool]
+) -> tuple[list[dict[str, Any]], int, bool]:
+    """Return the valid lines of a file from a byte offset on, the offset after them, and whether more follow.
 
     If the file became shorter, e.g. by a resume, returns no lines and offset 0, so that it is read from its start.
     """
     if offset > size_of(path):
         return [], 0, _is_file(path)
     text, start, more = _whole_lines(path, offset)
-    lines = []
-    for line in text.splitlines():
-        value = _json_line(line)
-        if "step" in value and isinstance(value.get("metrics"), dict):
-            lines.append(value)
-    return lines, start + len(text), more
+    return list(filter(is_valid, map(_json_line, text.splitlines()))), start + len(text), more
+
+
+def _has_metrics(line: dict[str, Any]) -> bool:
+    return "step" in line and isinstance(line.get("metrics"), dict)
+
+
+def _is_span(line: dict[str, Any]) -> bool:
+    """Return whether a line has what every span of a timeline has."""
+    times = (line.get("start"), line.get("end"))
+    has_times = all(isinstance(moment, int | float) and math.isfinite(moment) for moment in times)
+    return has_times and isinstance(line.get("lane"), str) and isinstance(line.get("name"), str)
 
 
 def _whole_lines(path: Path, offset: int) -> tuple[bytes, int, bool]:

@@ -9,12 +9,13 @@ import { samplePage } from "./sample.js";
 import { promptPage } from "./prompt.js";
 import { comparePage } from "./compare.js";
 import { runsPage } from "./runs.js";
+import { timelinePage } from "./timeline.js";
 
-const PAGES = { runs: runsPage, curves: curvesPage, round: roundPage, group: groupPage, sample: samplePage, prompt: promptPage, compare: comparePage };
+const PAGES = { runs: runsPage, curves: curvesPage, timeline: timelinePage, round: roundPage, group: groupPage, sample: samplePage, prompt: promptPage, compare: comparePage };
 const LIVE_MS = 2000;
 const IDLE_MS = 15000;
 const KEYS = [["j, k", "next, previous item"], ["Enter", "open item"], ["Backspace, u", "back"], ["← →", "previous, next round, group or sample"],
-  ["/", "search"], ["f", "filter"], ["1 … 9", "colour tokens by a value"], ["l c r p", "list of runs, curves, rounds, compare"], ["t", "light or dark theme"], ["?", "show these keys"]];
+  ["/", "search"], ["f", "filter"], ["1 … 9", "colour tokens by a value"], ["l c r p m", "list of runs, curves, rounds, compare, timeline"], ["+ − 0, a d", "timeline: zoom, show all, move"], ["t", "light or dark theme"], ["?", "show these keys"]];
 
 const content = document.getElementById("content");
 const context = { catalogue: null, listeners: new Set(), selection: [], go: (address) => { location.hash = address; } };
@@ -74,7 +75,8 @@ async function show() {
 
 function showTabs(name) {
   const rounds = context.files();
-  const tabs = [["runs", "Runs", context.catalogue.runs.length > 1], ["curves", "Curves", context.catalogue.runs.length], ["round", "Rounds", rounds.length], ["compare", "Compare", rounds.length > 1]];
+  const tabs = [["runs", "Runs", context.catalogue.runs.length > 1], ["curves", "Curves", context.catalogue.runs.length], ["round", "Rounds", rounds.length],
+    ["timeline", "Timeline", context.catalogue.runs.some((run) => run.timeline_bytes)], ["compare", "Compare", rounds.length > 1]];
   const active = { group: "round", sample: "round", prompt: "round" }[name] ?? name;
   replace(document.getElementById("tabs"), tabs.filter(([, , there]) => there).map(([tab, title]) =>
     h("a", { href: `#/${tab}`, "aria-current": tab === active ? "page" : null }, title)));
@@ -137,10 +139,10 @@ function key(event) {
     j: () => move(1), ArrowDown: () => move(1), k: () => move(-1), ArrowUp: () => move(-1),
     Backspace: () => history.back(), u: () => history.back(), Escape: () => history.back(),
     "/": () => content.querySelector("[data-search]")?.focus(), f: () => content.querySelector("[data-filter]")?.focus(),
-    l: () => context.go("#/runs"), c: () => context.go("#/curves"), r: () => context.go("#/round"), p: () => context.go("#/compare"), t: switchTheme, "?": showKeys,
+    l: () => context.go("#/runs"), c: () => context.go("#/curves"), r: () => context.go("#/round"), p: () => context.go("#/compare"), m: () => context.go("#/timeline"), t: switchTheme, "?": showKeys,
     ArrowRight: () => page.next?.(), ArrowLeft: () => page.previous?.(),
   };
-  const action = actions[event.key] ?? (/^[1-9]$/.test(event.key) && page.mode ? () => page.mode(Number(event.key) - 1) : null);
+  const action = page.keys?.[event.key] ?? actions[event.key] ?? (/^[1-9]$/.test(event.key) && page.mode ? () => page.mode(Number(event.key) - 1) : null);
   if (action && !document.getElementById("keys").open) {
     event.preventDefault();
     action();

@@ -1,0 +1,56 @@
+"""CPU time of a round with and without the timeline, in turns within one run of the quickstart.
+
+    OMP_NUM_THREADS=1 python benchmarks/timeline_cost.py --rounds 200
+
+Of two neighbouring rounds one records spans, by lot. Their difference is the cost, so that what both share (length of
+the responses, load of the machine) cancels out. The quickstart is the worst case: 512 short requests in a quarter of a
+second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+
+from slimectl import recipes
+from slimectl.runtime.run import TrainingRun
+from slimectl.settings.layers import from_assignments
+from slimectl.settings.loading import resolve
+from slimectl.system.timeline import timeline
+
+
+def main(rounds: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = recipes.find("quickstart", instead=False, needed=True)
+        assert recipe.layer is not None
+        changes = [f"run.dir={folder}", f"run.num_rollout={rounds}", "eval.interval=none", "run.save_interval=none"]
+        settings = resolve([recipe.layer, from_assignments(changes)]).settings
+        seconds, lots = [], random.Random(1)
+        records = [flag for _ in range(rounds) for flag in lots.choice([(True, False), (False, True)])]
+        before = time.process_time()
+        for report in TrainingRun(settings).reports():
+            now = time.process_time()
+            seconds.append(now - before)
+            timeline.enabled = records[report.rollout_id]
+            before = time.process_time()
+    pairs = []
+    for first in range(4, len(seconds) - 1, 2):  # the first rounds warm up
+        costs = {records[place]: seconds[place] for place in (first, first + 1)}
+        pairs.append((costs[True], costs[False]))
+    with_s, without_s = (statistics.fmean(column) for column in zip(*pairs, strict=True))
+    differences = [one - other for one, other in pairs]
+    error = statistics.stdev(differences) / len(pairs) ** 0.5
+    print(
+        f"{len(pairs)} pairs: a round takes {1e3 * with_s:.1f} ms with the timeline, {1e3 * without_s:.1f} ms without"
+    )
+    print(f"difference: mean {1e3 * (with_s - without_s):.2f} ± {1e3 * error:.2f} ms "
+          f"({100 * (with_s / without_s - 1):.2f} ± {100 * error / without_s:.2f} %)")  # fmt: skip
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=200)
+    main(parser.parse_args().rounds)
