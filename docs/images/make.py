@@ -18,6 +18,12 @@ The report of docs/view.md, from one of them:
 slimectl report pictures/grpo-5e-4-s1 -o report.html
 chromium --headless --hide-scrollbars --window-size=1000,1180 --screenshot=docs/images/report.png file://$PWD/report.html
 
+docs/timeline.md, from a run on two ranks and two servers that samples a round ahead:
+
+slimectl run quickstart --name two-servers --engines 2 -s run.dir=timeline -s run.num_rollout=8 -s run.async_level=1 \\
+  -s cluster.actor_num_gpus_per_node=2 -s run.keep_samples=true
+python docs/images/make.py timeline
+
 docs/images/branching_agent.py makes the samples file of the tree of branches:
 
 python docs/images/make.py branches.jsonl
@@ -35,7 +41,7 @@ from urllib.request import urlopen
 from playwright.sync_api import sync_playwright
 
 FOLDER = Path(__file__).parent
-SIGNS = {"curves": ".u-wrap", "quickstart": ".u-wrap", "sample": ".token", "branches": ".tree"}
+SIGNS = {"curves": ".u-wrap", "quickstart": ".u-wrap", "sample": ".token", "branches": ".tree", "timeline": "canvas"}
 """What a page has when it is drawn."""
 SIZE = {"width": 1200, "height": 720}
 
@@ -48,6 +54,8 @@ def main(run: str) -> None:
         address = server.stdout.readline().strip()
         if Path(run).is_file():
             take({"branches": "group/f0/0"}, address)
+        elif Path(run).name == "timeline":
+            take({"timeline": "timeline"}, address)
         else:
             take(pages(address), address)
     finally:
@@ -91,6 +99,10 @@ def take(places: dict[str, str], address: str) -> None:
             if name == "sample":
                 page.keyboard.press("4")
                 page.locator(".token").last.hover()
+            if name == "timeline":
+                page.wait_for_selector("p.legend span")
+                page.mouse.move(700, 560)
+                page.wait_for_selector(".timeline .tip b")
             page.screenshot(path=FOLDER / f"view-{name}.png")
         browser.close()
 
