@@ -56,6 +56,17 @@ def count_pack_split() -> None:
     _pack_splits += 1
 
 
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Parts of the messages of RuntimeErrors for memory, from CUDA, torch's allocator for CPUs and cuBLAS."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an operation, usually of torch, failed because memory ran out."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
+
+
 def process_memory(*, reset_peak: bool = False) -> ProcessMemory:
     """Return the memory of this process. `reset_peak` resets the maxima of its GPU."""
     rss = vms = 0

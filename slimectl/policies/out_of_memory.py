@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slimectl.errors import OutOfMemoryError
-from slimectl.planner.devices import count_pack_split
+from slimectl.planner.devices import count_pack_split, is_out_of_memory
 from slimectl.policies.options import TrainerOptions
 from slimectl.policies.pack_plan import PackPlan
 from slimectl.system.stdio import logger
@@ -22,8 +23,6 @@ from slimectl.types import Loss, Metrics, TrainingSample
 
 Result = TypeVar("Result")
 
-SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Parts of the messages of RuntimeErrors for memory, from CUDA, torch's allocator for CPUs and cuBLAS."""
 RECOMPUTE = {"train.gradient_checkpointing": True}
 STATE_BYTES = {"float32": 8, "bfloat16": 4, "int8": 3}
 """Bytes of the moments of a parameter, at most."""
@@ -35,13 +34,6 @@ LAST_RESORT = (
 )
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an operation failed because memory ran out."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
-
-
 def unless_out_of_memory(compute: Callable[[], Result]) -> Result | None:
     """Return the result of `compute`, or None if memory ran out. What it had allocated is then free again."""
     try:
@@ -51,9 +43,24 @@ def unless_out_of_memory(compute: Callable[[], Result]) -> Result | None:
             raise
     # Only here is the traceback gone, whose frames hold the activations.
     gc.collect()
+    _forget_failed_backward()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return None
+
+
+def _forget_failed_backward() -> None:
+    """Free the tensors of a backward pass that failed in this thread.
+
+    torch (2.13) keeps its remaining tasks in a queue, and drops them when a task with a lower number has its turn. The
+    numbers of a new thread begin at 0. Delete this when a failed pass leaves no tasks.
+    """
+    oldest: list[Tensor] = []
+    thread = threading.Thread(target=lambda: oldest.append(torch.zeros((), requires_grad=True) * 1))
+    thread.start()
+    thread.join()
+    with torch.enable_grad():
+        oldest[0].backward()
 
 
 def divided(options: TrainerOptions, plan: PackPlan, ranks: int = 1) -> TrainerOptions | None:
@@ -92,7 +99,7 @@ class PackFitter:
         self.left_out: list[TrainingSample] = []
         """Rows of this step that do not fit alone."""
         self._retries, self._recompute, self._ranks = retries, recompute, ranks
-        self._is_full = planning.recompute.granularity == "full"
+        self.recomputes = planning.recompute.granularity == "full"
         self._start = self._settings
         self._probing = False
 
@@ -101,7 +108,7 @@ class PackFitter:
         """The settings that limit packs, as they are now."""
         size = self.planning.batching.micro_batch_size
         limit = {"train.max_tokens_per_gpu": self.planning.max_tokens_per_pack}
-        return (limit if size is None else {"train.micro_batch_size": size}) | (RECOMPUTE if self._is_full else {})
+        return (limit if size is None else {"train.micro_batch_size": size}) | (RECOMPUTE if self.recomputes else {})
 
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint stores, so that a resume has the same packs: nothing, if every pack has fit."""
@@ -114,7 +121,7 @@ class PackFitter:
             return
         fit = packs["fit"]
         self.limit(fit.get("train.max_tokens_per_gpu"), fit.get("train.micro_batch_size"))
-        if fit.get("train.gradient_checkpointing") and self._recompute and not self._is_full:
+        if fit.get("train.gradient_checkpointing") and self._recompute and not self.recomputes:
             self._turn_on_recomputation()
 
     def limit(self, tokens: int | None = None, size: int | None = None) -> None:
@@ -160,7 +167,7 @@ class PackFitter:
         smaller = divided(self.planning, plan, self._ranks)
         if smaller is not None:
             self._adopt(f"out of memory in a {kind} pack of {tokens} tokens", smaller)
-        elif trains and not self._is_full and plan.rows:
+        elif trains and not self.recomputes and plan.rows:
             fault = f"out of memory in training {_name(plan)} of {tokens} tokens alone"
             if not self._retries or self._recompute is None:
                 raise OutOfMemoryError(f"{fault}. Set train.gradient_checkpointing = true", RECOMPUTE)
@@ -191,7 +198,7 @@ class PackFitter:
     def _turn_on_recomputation(self) -> None:
         assert self._recompute is not None
         self._recompute()
-        self._is_full = True
+        self.recomputes = True
 
     def kept(self, rows: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the rows of this step that fit. Raises OutOfMemoryError if too many do not."""

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from memory_limit import MemoryLimit
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
-from slimectl.errors import BackendError, SettingsError
+from slimectl.errors import BackendError, OutOfMemoryError, SettingsError
 from slimectl.types import Completion, JsonGrammar, SamplingParams
 
 END = 256
@@ -250,6 +251,23 @@ def test_a_cancelled_request_leaves_the_others_alone(make_engine: Make, answers:
 
     asyncio.run(cancelled_before_the_first_step())
     assert answers(engine, (PROMPTS[1], params))[0].tokens == expected.tokens
+
+
+def test_too_many_responses_for_the_memory_are_computed_in_turn(
+    make_engine: Make, answers: Ask, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = [(PROMPTS[i % 5], dataclasses.replace(FREE, seed=i, max_tokens=60)) for i in range(12)]
+    with MemoryLimit() as memory:
+        expected = answers(make_engine(), *asked)
+    engine = make_engine()
+    with MemoryLimit(0.5 * memory.peak) as memory:
+        found = answers(engine, *asked)
+    assert memory.faults
+    assert [completion.tokens for completion in found] == [completion.tokens for completion in expected]
+    assert caplog.messages[0].startswith("out of memory in the embedded engine with 12 responses at once.")
+    with MemoryLimit(100), pytest.raises(OutOfMemoryError, match="with one response"):
+        answers(engine, asked[0])
+    assert answers(engine, asked[0])[0].tokens == expected[0].tokens
 
 
 def follows(error: Exception) -> Callable[[int, list[int]], None]:

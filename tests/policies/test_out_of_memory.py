@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,8 @@ from slimectl.policies.fsdp.policy import FsdpCritic, FsdpPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.options import TrainerOptions
-from slimectl.policies.out_of_memory import is_out_of_memory
+from slimectl.planner.devices import is_out_of_memory
+from slimectl.policies.out_of_memory import unless_out_of_memory
 from slimectl.policies.recompute import Recompute
 from slimectl.types import TrainingSample
 
@@ -90,6 +93,20 @@ def test_a_divided_pack_gives_the_same_gradient(kind: str, folder: Path, monkeyp
         assert smaller.forward_backward(rows, loss) == found
         assert torch.equal(gradient(smaller), gradient(limited))
     assert True in in_backward or kind in ("lora", "bfloat16")
+
+
+def test_a_failed_backward_pass_leaves_nothing_in_memory():
+    """torch keeps tasks of a failed pass, with their tensors, unless older ones run."""
+
+    def work() -> None:
+        first = torch.ones(1000, requires_grad=True)
+        sum((first.exp() * number).exp().sum() for number in range(9)).backward()
+
+    _, most, _ = measured(work)
+    with MemoryLimit(most - 1) as memory:
+        assert unless_out_of_memory(work) is None
+    assert memory.in_backward == [True]
+    assert memory.live == 0
 
 
 def test_earlier_calls_of_a_step_are_computed_again(folder: Path):
@@ -195,3 +212,14 @@ def test_a_checkpoint_keeps_the_size_of_packs(folder: Path, tmp_path: Path):
     assert resumed.fitter.planning == policy.fitter.planning
     assert torch.equal(gradient(resumed), gradient(policy))
     assert changed.fitter.planning.max_tokens_per_pack == 512
+
+
+@pytest.mark.parametrize("number", [3, 11])
+def test_random_attacks_of_the_campaign(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "reliability"))
+    import out_of_memory
+
+    draw, faults = random.Random(f"1:{number}"), Counter[str]()
+    _, trial = out_of_memory.drawn_trial(draw, tmp_path)
+    assert out_of_memory.attack(trial, 0.9, faults) == ""
+    assert faults["attacks that ran out of memory"]

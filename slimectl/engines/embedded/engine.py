@@ -29,7 +29,8 @@ from slimectl.engines.embedded.weight_delta import Delta, check_delta, write_del
 from slimectl.engines.embedded.weight_loader import WeightLoader
 from slimectl.engines.embedded.weights import FileTensor
 from slimectl.engines.limits import check_ids, check_prompt, check_tokens
-from slimectl.errors import BackendError, SettingsError
+from slimectl.errors import BackendError, OutOfMemoryError, SettingsError
+from slimectl.planner.devices import is_out_of_memory
 from slimectl.protocols import OnTokens
 from slimectl.system.liveness import note_progress
 from slimectl.types import AllowedTokens, Completion, Grammar, ImageSource, SamplingParams
@@ -65,6 +66,9 @@ class EngineOptions:
 
     compile_kernels: bool = True
     """Whether to use the kernels of native.py."""
+
+
+REMEDY = "Lower rollout.max_response_len or engine.prefix_cache_gib, or free memory"
 
 
 class EmbeddedEngine:
@@ -413,6 +417,10 @@ class EmbeddedEngine:
                     finished = self._step()
             except Exception as error:
                 with self._lock:
+                    if is_out_of_memory(error):
+                        if self._runner.halve():
+                            continue
+                        error = OutOfMemoryError(f"out of memory in the embedded engine with one response. {REMEDY}")
                     failed = self._runner.clear()
                     self._runner.forget_prefixes()
                 for sequence in failed:

@@ -17,6 +17,7 @@ from slimectl.engines.embedded.prefix_tree import shared_spans
 from slimectl.engines.embedded.scheduler import RunningSequence, Scheduler
 from slimectl.engines.embedded.token_sampler import Sampled, SamplingBatch, sample_tokens
 from slimectl.errors import SettingsError, SlimectlError
+from slimectl.system.stdio import logger
 from slimectl.types import TopTokens
 
 AHEAD = 512
@@ -282,6 +283,24 @@ class Runner:
         self.forget_prefixes()
         self._release_all()
         self.scheduler.retract()
+
+    def halve(self) -> bool:
+        """Run half as many sequences from now on, because memory ran out. Return False if only one runs.
+
+        They are computed again, in a new cache.
+        """
+        count = len(self.scheduler.running)
+        if count < 2:
+            return False
+        self.retract()
+        self.free()
+        self.scheduler.max_running = count // 2
+        self.scheduler.max_prefill = max(1, self.scheduler.max_prefill // 2)
+        logger.warning(
+            f"out of memory in the embedded engine with {count} responses at once. Fewer run from now on. To avoid this,"
+            f" set engine.max_running_requests = {count // 2}"
+        )
+        return True
 
     def clear(self) -> list[RunningSequence]:
         """Drop all sequences in flight and return them."""
