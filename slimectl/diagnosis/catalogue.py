@@ -90,7 +90,7 @@ LEARNING = (
 POLICY = (
     Detector(
         "diverging", "error", policy.diverging,
-        "The gradient norm stays within 8 times that of the first rounds, or the reward rises.",
+        "The gradient norm stays below 8 times its first values, or the reward rises.",
         ("train.lr is too high", "Importance ratios explode: samples are too old, or train.ppo_epochs is too high"),
         ("Restart from the last good checkpoint with train.lr divided by 10", "Add algorithm.kl_loss_coef = 0.001"),
         (WORST,),
@@ -105,7 +105,7 @@ POLICY = (
     ),
     Detector(
         "entropy-explosion", "error", policy.entropy_explosion,
-        "The entropy stays within twice that of the first rounds, or the reward rises with it.",
+        "The entropy stays below twice its first values, or the reward rises with it.",
         ("train.lr is too high", "algorithm.entropy_coef is too high", "Engine and trainer disagree"),
         ("Lower train.lr by a factor of 3", "Set algorithm.entropy_coef = 0", "Add algorithm.kl_loss_coef = 0.001"),
         (WORST,),

@@ -19,7 +19,7 @@ class Observation:
     metrics: tuple[str, ...] = ()
     """Metrics whose last values are the evidence."""
     causes: tuple[str, ...] = ()
-    """Causes that this round points at. They precede those of the detector."""
+    """Causes that this round points at. They precede the detector's own causes."""
     remedies: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     first: int | None = None

@@ -55,7 +55,7 @@ class Diagnosis:
 
     @property
     def findings(self) -> list[Finding]:
-        """All findings so far: those that last first, then by severity and first round."""
+        """All findings so far: lasting ones first, then by severity and first round."""
         lasting = [trace.finding for trace in self._traces.values() if trace.finding is not None]
         return sorted(
             [*lasting, *self.ended],

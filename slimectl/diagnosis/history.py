@@ -139,7 +139,7 @@ class History:
         )
 
     def has_learned(self) -> bool:
-        """Return whether the reward is above that of the first rounds by more than noise."""
+        """Return whether the reward has risen since the first rounds by more than noise."""
         reward = self.of("rollout/raw_reward")
         return gain(reward) > significant(reward)
 
@@ -149,7 +149,7 @@ class History:
 
 
 def gain(series: Series, window: int = BASELINE) -> float:
-    """Return the mean of the last rounds minus that of the first ones. They do not overlap."""
+    """Return the mean of the last rounds minus the mean of the first ones. They do not overlap."""
     if len(series) < 2 * window:
         return 0.0
     return statistics.fmean(series.values[-window:]) - statistics.fmean(series.values[:window])

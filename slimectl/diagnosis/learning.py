@@ -77,7 +77,7 @@ def _zero_std(run: History) -> list[str]:
 
 
 def _equal_groups(run: History) -> tuple[float, float, float]:
-    """Return the number of groups of the last round, of those with equal rewards, and of those that succeed."""
+    """Return the numbers of groups of the last round: all, groups with equal rewards, and groups that succeed."""
     equal = solved = 0.0
     for name, series in run.under("rollout/zero_std/count_"):
         equal += series.values[-1]

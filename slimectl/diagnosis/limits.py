@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 BASELINE = 5
-"""First rounds, whose median stands for the start of the run. Fewer are too noisy, more would include learning."""
+"""First rounds, whose median describes the start of the run. Fewer are too noisy, more would include learning."""
 SHOWN = 10
 """Rounds of evidence in a finding: enough to see a trend, few enough to read."""
 
@@ -12,7 +12,7 @@ SHOWN = 10
 NO_SIGNAL_ROUNDS = 3
 """Rounds in a row. A healthy run with few groups has a round without signal once in a while, hardly three."""
 EQUAL_GROUPS = 0.9
-"""Share of groups with equal rewards. A step then learns from a tenth of what was sampled."""
+"""Share of groups with equal rewards. A step then learns from a tenth of the samples."""
 SOLVED_GROUPS = 0.9
 """Share of groups in which every response succeeds."""
 FLAT_ROUNDS = 60

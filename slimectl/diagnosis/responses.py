@@ -128,7 +128,7 @@ def component_dominates(run: History) -> Observation | None:
     varying = [name for name, spread in spreads.items() if name != widest and spread > 0]
     if varying and all(spreads[widest] > limits.DOMINATES * spreads[name] for name in varying):
         return Observation(
-            f"The reward component {widest} decides alone: it varies {limits.DOMINATES:g} times as much as the others",
+            f"The reward component {widest} decides alone: it varies {limits.DOMINATES:g} times more than the others",
             tuple(f"rollout/reward/{name}/std" for name in (widest, *varying)),
         )
     return None
