@@ -52,9 +52,9 @@ def test_a_run_reports_once_what_diagnose_finds_afterwards(workshop: Workshop):
     assert [(each["kind"], each["last_round"]) for each in objects] == [(kind, None) for kind in KINDS]
     assert objects[1]["evidence"][0] == {"metric": "train/lr", "rounds": [1, 2, 3, 4, 5], "values": [0.0] * 5}
 
-    # Half a line, as a killed run leaves it, and the loss of the times change nothing.
+    # Lines that are no records, half a line, as a killed run leaves it, and the loss of the times change nothing.
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "metr')
+        file.write('[1]\nnull\n{"step": 6, "metrics": 7}\n{"step": 6, "metr')
     assert [finding.kind for finding in diagnose_run(folder)] == KINDS
     (folder / "perf.jsonl").unlink()
     assert [finding.kind for finding in diagnose_run(folder)] == KINDS
