@@ -19,12 +19,12 @@ from slimectl.algorithms.packing import BatchingOptions
 from slimectl.algorithms.value_loss import ValueLoss
 from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.errors import OutOfMemoryError
+from slimectl.planner.devices import is_out_of_memory
 from slimectl.policies.fsdp import build
 from slimectl.policies.fsdp.policy import FsdpCritic, FsdpPolicy
 from slimectl.policies.lora import LoraOptions
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.options import TrainerOptions
-from slimectl.planner.devices import is_out_of_memory
 from slimectl.policies.out_of_memory import unless_out_of_memory
 from slimectl.policies.recompute import Recompute
 from slimectl.types import TrainingSample

@@ -297,8 +297,8 @@ class Runner:
         self.scheduler.max_running = count // 2
         self.scheduler.max_prefill = max(1, self.scheduler.max_prefill // 2)
         logger.warning(
-            f"out of memory in the embedded engine with {count} responses at once. Fewer run from now on. To avoid this,"
-            f" set engine.max_running_requests = {count // 2}"
+            f"out of memory in the embedded engine with {count} responses at once. Fewer run from now on."
+            f" To avoid this, set engine.max_running_requests = {count // 2}"
         )
         return True
 
