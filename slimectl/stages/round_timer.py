@@ -76,7 +76,7 @@ class RoundTimer:
         """Packs that had been split in the processes of the policy when they were last asked."""
         self._open: list[str] = []
         self._mark = 0.0
-        self._segments: dict[str, list[Segment]] = {}
+        self._segments: defaultdict[str, list[Segment]] = defaultdict(list)
 
     @contextmanager
     def time(self, name: str, *, of: Any = None) -> Iterator[None]:
@@ -118,7 +118,7 @@ class RoundTimer:
 
     def _note_segment(self, metric: str, start: float, end: float) -> None:
         """Add a segment to its lane. After a gap that is too short to be shown, it extends the last one."""
-        segments = self._segments.setdefault(LANES.get(metric, "trainer"), [])
+        segments = self._segments[LANES.get(metric, "trainer")]
         if segments and (last := segments[-1])[0] == metric and start - last[2] < SHORTEST_GAP_S:
             last[2], last[3] = end, last[3] + end - start
         elif end > start:
