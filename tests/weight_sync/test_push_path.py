@@ -96,7 +96,7 @@ def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
     server.stop()
 
 
-def test_a_push_into_the_engine_of_this_process_enters_at_most_ten_files(folder: Path, trainer: FsdpPolicy):
+def test_a_push_into_the_engine_of_this_process_enters_at_most_eleven_files(folder: Path, trainer: FsdpPolicy):
     engine = EmbeddedEngine(AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
     sample = partial(engine.generate, PROMPT, params=SamplingParams(max_tokens=2))
     files = files_of_second_push(InProcessSync(trainer, engine), trainer, lambda: asyncio.run(sample()))
@@ -106,14 +106,14 @@ def test_a_push_into_the_engine_of_this_process_enters_at_most_ten_files(folder:
         "engines/embedded/engine.py", "engines/embedded/weight_loader.py", "engines/embedded/weights.py",
         "engines/embedded/linear.py",
         "engines/embedded/runner.py", "engines/embedded/prefix_tree.py",
-        "architectures/family.py", "system/liveness.py",
+        "architectures/family.py", "system/liveness.py", "system/timeline.py",
     }  # fmt: skip
 
 
 TO_SERVERS = {
     "engines/weight_sync/base.py", "policies/rank_group.py", "policies/fsdp/trainer.py",
     "engines/http/weight_client.py", "engines/sglang/weight_client.py", "system/http.py",
-    "system/event_loop.py", "system/liveness.py",
+    "system/event_loop.py", "system/liveness.py", "system/timeline.py",
 }  # fmt: skip
 """Files of every push to servers, beside the transport's."""
 
@@ -132,7 +132,7 @@ DELTA = {"engines/weight_sync/delta.py", "engines/weight_sync/delta_format.py",
         (DeltaSync, DELTA),
     ],
 )
-def test_a_push_to_servers_enters_eight_files_and_those_of_its_transport(
+def test_a_push_to_servers_enters_nine_files_and_those_of_its_transport(
     transport: Callable[..., WeightSync], files: set[str], folder: Path, trainer: FsdpPolicy, url: str, tmp_path: Path
 ):
     policy, options = LockedPolicy(trainer), {}
