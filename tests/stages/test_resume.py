@@ -102,12 +102,15 @@ KILLS_IN_THE_LAST_ROUND = (
 """Where runs are killed in the last of two rounds, one after the other: event, file, lines of that round by then."""
 
 
+TIMED = ("perf.jsonl", "timeline.jsonl")
+
+
 def outcome(run: Path) -> dict[str, Any]:
-    """What a run ends with; perf.jsonl has times, and so its size is no matter."""
+    """What a run ends with; perf.jsonl and timeline.jsonl have times, and so their sizes are no matter."""
     files = [run / "metrics.jsonl", *sorted(run.rglob("*.safetensors")), *sorted(run.rglob("samples.jsonl"))]
     states = [json.loads(path.read_text()) for path in sorted(run.rglob("state.json"))]
     for state in states:
-        del state["sizes"]["perf.jsonl"]
+        state["sizes"] = {name: size for name, size in state["sizes"].items() if name not in TIMED}
     return {
         "digests": {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
         "states": states,
