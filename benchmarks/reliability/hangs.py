@@ -164,6 +164,8 @@ class Kind:
     code: int = 124
 
 
+KEY = ["-s", "engine.admin_api_key=env:HANGS_KEY"]
+os.environ["HANGS_KEY"] = "key-of-this-campaign"
 RANKS = ["-s", "cluster.actor_num_gpus_per_node=2", "-s", "train.custom_loss_function_path=reward.py:loss"]
 OWN_REWARD = ["-s", "score.custom_rm_path=none", "-s", "eval.interval=none", "-s", "rollout.max_response_len=60"]
 WORLD_EVAL = ["-s", "eval.data={small={path='held.jsonl', rm_type='exact'}}"]
@@ -246,7 +248,7 @@ class Hanger:
     def attack(self, kind: Kind) -> tuple[str, list[str]]:
         """Hang a run, look at its end, and resume it. Return what was seen, and what is wrong."""
         folder, run = self.workshop.folder, f"hang-{KINDS.index(kind)}"
-        options = [*kind.options, *(["--engine-url", self._url()] if kind.word == "server" else [])]
+        options = [*kind.options, *(["--engine-url", self._url(), *KEY] if kind.word == "server" else [])]
         expected = self._outcome(tuple(options))
         before = shared_memory()
         tracked = folder / "tracked.jsonl"
@@ -329,7 +331,7 @@ class Hanger:
         if self._proxy is None:
             command = self.workshop.command("serve", "--model", str(self.workshop.model), "--port", "0")
             self._server = subprocess.Popen(
-                [*command, "--wait-for-weights"], cwd="/", env=self.workshop.environment, stderr=subprocess.PIPE
+                [*command, "--wait-for-weights", *KEY], cwd="/", env=self.workshop.environment, stderr=subprocess.PIPE
             )
             assert self._server.stderr is not None
             for line in self._server.stderr:
