@@ -172,7 +172,7 @@ class Part:
 
 
 class StallCause:
-    """Names what a run waits for. `driver` is the run's own process, `children` are those that it started.
+    """Names what a run waits for. `driver` is the run's own process, and `children` are the processes that it started.
 
     `hooks` are settings that may name a function, with their values.
     """

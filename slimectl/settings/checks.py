@@ -97,6 +97,7 @@ def conflicts(settings: Settings) -> Iterator[str]:
         )
     if settings.track.mode == "shared" and "wandb" not in settings.track.with_:
         yield "track.mode: shared works only with wandb. Add wandb to track.with, or set another mode."
+    yield from _waits_beyond_stall(settings)
     yield from _algorithm_contradictions(settings)
     yield from _placement_contradictions(settings)
     yield from optimizer_conflicts(train)
@@ -110,6 +111,20 @@ def conflicts(settings: Settings) -> Iterator[str]:
     yield from _shadowed_settings(settings)
     yield from algorithm.conflicts(temperature=rollout.temperature)
     yield from (line for _, _, line in ineffective(settings))
+
+
+def _waits_beyond_stall(settings: Settings) -> Iterator[str]:
+    """Yield limits on single calls that were raised above the time after which a run counts as stalled."""
+    timeout_s, fields = settings.run.stall_timeout, type(settings.rollout).model_fields
+    limits = {"score.wall_timeout_s": (settings.score.wall_timeout_s or 0.0, 0.0)}
+    for name in ("agent_timeout_s", "env_timeout_s", "tool_timeout_s"):
+        limits[f"rollout.{name}"] = getattr(settings.rollout, name), fields[name].default
+    for name, (limit_s, default_s) in limits.items():
+        if timeout_s is not None and limit_s > max(timeout_s, default_s):
+            yield (
+                f"{name} = {limit_s:g} is more than run.stall_timeout = {timeout_s:g}, which would end the run while "
+                f"it waits. Raise run.stall_timeout above it, or set it to none."
+            )
 
 
 def _best_conflicts(run: RunSettings, evaluation: EvalSettings) -> Iterator[str]:

@@ -77,7 +77,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def look_at(pids: Iterable[int], *, stacks: bool = False) -> list[ProcessView]:
-    """Look at these processes, except those that have ended. With `stacks`, ask exposed ones for their stacks."""
+    """Look at these processes, unless they have ended. With `stacks`, ask exposed ones for their stacks."""
     return [view for pid in pids if (view := _look(pid, stacks=stacks)) is not None]
 
 

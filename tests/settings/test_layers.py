@@ -262,3 +262,10 @@ def test_what_a_recipe_sets_for_one_algorithm_is_no_setting_of_another():
     own = dataclasses.replace(recipe, is_recipe=False)  # a file of the user's: its keys are not dropped in silence
     with pytest.raises(SettingsError, match="drop_zero_std_groups"):
         resolve([own, from_assignments(["algorithm.name=sft"])])
+
+
+def test_a_limit_that_was_raised_above_the_stall_timeout_is_refused():
+    with pytest.raises(SettingsError, match=r"tool_timeout_s = 3600 is more than run\.stall_timeout = 1800"):
+        settle("rollout.custom_generate_function_path=own.py:play", "rollout.tool_timeout_s=3600")
+    settle("rollout.custom_generate_function_path=own.py:play", "rollout.tool_timeout_s=3600", "run.stall_timeout=none")
+    settle("run.stall_timeout=5")
