@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from slimectl.system.processes import STATES, descendants, kill_descendants, look_at
+from slimectl.system.processes import STATES, descendants, kill_processes, look_at
 from slimectl.system.shared_memory import remove_blocks_of
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _end(run: int, report: dict[str, object]) -> NoReturn:
         message = StallReport(**report).write(views[0], views[1:])  # type: ignore[arg-type]
         with suppress(OSError):
             os.write(2, f"slimectl: {message}\n".encode())
-        killed = kill_descendants(run)
+        killed = kill_processes(run, views[1:])
         with suppress(ProcessLookupError):
             os.kill(run, signal.SIGKILL)
         time.sleep(LOOK_S)

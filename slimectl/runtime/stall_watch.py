@@ -19,7 +19,7 @@ from slimectl.runtime.stall_guard import Guard
 from slimectl.settings import Settings
 from slimectl.system import stdio
 from slimectl.system.liveness import expose, own_stacks, progress_count
-from slimectl.system.processes import ProcessView, descendants, kill_descendants, look_at
+from slimectl.system.processes import ProcessView, descendants, kill_processes, look_at
 from slimectl.system.shared_memory import remove_blocks_of
 from slimectl.system.stdio import logger
 
@@ -67,6 +67,8 @@ class StallWatch:
         self._own_count = progress_count()
         self._views: dict[tuple[str, int], ProcessView] | None = None
         self._guard: Guard | None = None
+        self._children: list[ProcessView] = []
+        """Processes of the run when it stalled."""
 
     def __enter__(self) -> StallWatch:
         return self
@@ -83,7 +85,9 @@ class StallWatch:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        if self._guard is not None and self.error is None:
+        if self._may_exit and self.error is not None:
+            self._kill_children()
+        elif self._guard is not None:
             self._guard.end()
 
     @contextmanager
@@ -146,7 +150,7 @@ class StallWatch:
     def _rate(self, before: ProcessView | None, now: ProcessView, look_s: float) -> float:
         """Return 0 if a process has made progress since the last look, BUSY_RATE if it only used the CPU, else 1."""
         is_ray = not now.name and "ray" in now.command.split("/") and "default_worker" not in now.command
-        if SERVER in now.variables or is_ray:
+        if SERVER in now.variables or (is_ray and not self.is_starting):
             return 1.0  # servers and the daemons of Ray use the CPU while they wait
         progress, io_bytes, cpu_s = (before.progress, before.io_bytes, before.cpu_s) if before else (0, 0, 0.0)
         if now.progress != progress or now.io_bytes - io_bytes >= IO_BYTES:
@@ -169,9 +173,14 @@ class StallWatch:
         """Write the stacks of all processes into the run's folder. Log the cause, and return the message with it."""
         stall = StallReport.of(self._settings, self._folder, self._resume_command)
         [view] = look_at([os.getpid()]) or [ProcessView(os.getpid(), 0, "slimectl", "", 0.0, 0)]
-        message = stall.write(replace(view, name=OWN_NAME, stacks=own_stacks()), self._look(stacks=True))
+        self._children = self._look(stacks=True)
+        message = stall.write(replace(view, name=OWN_NAME, stacks=own_stacks()), self._children)
         logger.warning(stall.summary)
         return message
+
+    def _kill_children(self) -> None:
+        killed = kill_processes(os.getpid(), self._children)
+        remove_blocks_of({*killed, os.getpid()})
 
     def _exit(self) -> None:
         """End this process and everything that the run started."""
@@ -179,6 +188,5 @@ class StallWatch:
         if not self._ended.is_set():  # the command has not printed the error
             stdio.draw_below("")
             stdio.say(f"slimectl: {self.error}")
-        killed = kill_descendants(os.getpid())
-        remove_blocks_of({*killed, os.getpid()})
+        self._kill_children()
         os._exit(self.error.exit_code)

@@ -61,6 +61,8 @@ class ProcessView:
     stacks: str = ""
     machine: str = ""
     """Address of its machine, if that is another one."""
+    start_ticks: int = 0
+    """When it started, in ticks since the machine did."""
 
 
 def descendants(pid: int) -> list[int]:
@@ -86,6 +88,7 @@ def _look(pid: int, *, stacks: bool) -> ProcessView | None:
     try:
         fields = (proc / "stat").read_text().rpartition(")")[2].split()
         state, parent, ticks = fields[0], int(fields[1]), int(fields[11]) + int(fields[12])
+        start_ticks = int(fields[19])
     except (OSError, ValueError, IndexError):
         return None
     if state == "Z":
@@ -109,7 +112,7 @@ def _look(pid: int, *, stacks: bool) -> ProcessView | None:
             os.close(fd)
     return ProcessView(
         pid, parent, command, state, ticks / TICKS_PER_S, sum(int(count) for count in counts if count.isdigit()),
-        name, progress, variables, _wait_of(proc), text,
+        name, progress, variables, _wait_of(proc), text, start_ticks=start_ticks,
     )  # fmt: skip
 
 
@@ -185,16 +188,19 @@ def _text(path: Path) -> str:
         return ""
 
 
-def kill_descendants(root: int) -> set[int]:
+def kill_processes(root: int, earlier: Iterable[ProcessView] = ()) -> set[int]:
     """Kill everything that a process has started, except this process, and return the process ids.
 
-    Trackers of shared memory stay, because they clean up and end after the others.
+    `earlier` are processes that it had started, and whose own parents may have ended. Trackers of shared memory stay,
+    because they clean up and end after the others.
     """
     killed: set[int] = set()
+    starts = {view.pid: view.start_ticks for view in earlier if not view.machine}
     deadline = time.monotonic() + STACK_S
     while time.monotonic() < deadline:
-        views = look_at(pid for pid in descendants(root) if pid != os.getpid())
-        views = [view for view in views if "resource_tracker" not in view.command]
+        views = look_at(descendants(root))
+        views += [view for view in look_at(starts) if view.start_ticks == starts[view.pid]]
+        views = [view for view in views if view.pid != os.getpid() and "resource_tracker" not in view.command]
         if not views:
             break
         for view in views:
