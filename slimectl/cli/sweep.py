@@ -48,19 +48,19 @@ def sweep(
 
     assignments = [*(options.assign or []), *([f"sweep.slots={slots}"] if slots else [])]
     plan = read_plan(file, assignments)
-    own = SweepFolder(folder or SWEEPS / file.stem, plan).adopt()
+    target = SweepFolder(folder or SWEEPS / file.stem, plan).adopt()
     if options.dry_run:
-        _print_plan(own.plan, as_json=as_json)
+        _print_plan(target.plan, as_json=as_json)
         return
     from slimectl.cli.signals import ForwardedSignals
     from slimectl.cli.sweep_table import finished, shown
 
-    with own.lock():
-        own.write_trials()
-        commands = builders.commands(plan.sweep, own.plan.trials[0].settings)
+    with target.lock():
+        target.write_trials()
+        commands = builders.commands(plan.sweep, target.plan.trials[0].settings)
         try:
             with ForwardedSignals() as signals:
-                sweeper = Sweeper(own, commands, signals.received, retry_failed=retry_failed)
+                sweeper = Sweeper(target, commands, signals.received, retry_failed=retry_failed)
                 with shown(sweeper, commands.slots):
                     is_done = sweeper.execute()
         finally:
@@ -73,17 +73,19 @@ def sweep(
             stdio.note(f"resume with: {_command(file, folder, slots, options)}")
             raise typer.Exit(signals.exit_code)
         if best is not None:
-            path = own.write_best(best.trial, describe_best(best, own.plan))
-            where = shlex.quote(str(own.path))
+            path = target.write_best(best.trial, describe_best(best, target.plan))
+            folder_text = shlex.quote(str(target.path))
             stdio.note(f"best settings: {path}")
-            stdio.note(f"try next:\n  slimectl view {where}\n  slimectl run -c {shlex.quote(str(path))} --name best")
+            stdio.note(
+                f"try next:\n  slimectl view {folder_text}\n  slimectl run -c {shlex.quote(str(path))} --name best"
+            )
 
 
 def _command(file: Path, folder: Path | None, slots: int | None, options: CommonOptions) -> str:
     """Return the command that resumes the sweep."""
-    words = ["slimectl", "sweep", str(file), *(["--dir", str(folder)] if folder else [])]
-    words += ["--slots", str(slots)] if slots else []
-    return shlex.join([*words, *(word for each in options.assign or [] for word in ("-s", each))])
+    command = ["slimectl", "sweep", str(file), *(["--dir", str(folder)] if folder else [])]
+    command += ["--slots", str(slots)] if slots else []
+    return shlex.join([*command, *(word for assignment in options.assign or [] for word in ("-s", assignment))])
 
 
 def _print_plan(plan: Plan, *, as_json: bool) -> None:

@@ -43,13 +43,13 @@ def cells(row: Row, sweeper: Sweeper) -> list[str]:
     ]
     scored = sum(outcome.score is not None for outcome in row.outcomes.values())
     rounds, state, newest = str(row.rounds or ""), row.state, None
-    if row.begun and not row.reason:
-        points = [run.newest(sweeper.plan.sweep.metric) for run in row.begun]
+    if row.unfinished and not row.reason:
+        points = [run.newest(sweeper.plan.sweep.metric) for run in row.unfinished]
         rounds = f"{max(number for number, _ in points)}/{row.rounds or '?'}"
         newest = next((value for _, value in points if value is not None), None)
     if row.state == "failed":
         state = f"failed: {row.reason}"
-    elif row.begun and newest is not None:
+    elif row.unfinished and newest is not None:
         state = f"{row.state}, {newest:.4g}"
     return [row.trial.name, *values, f"{scored}/{row.seeds}", rounds, score_text(row), state]
 
@@ -108,23 +108,23 @@ def live_table(sweeper: Sweeper, limit: int) -> Any:
 
     rows = sweeper.rows()
     running = [row for row in rows if row.running]
-    chosen = [*running, *(row for row in rows if not row.running)][: max(limit, len(running))]
+    top_rows = [*running, *(row for row in rows if not row.running)][: max(limit, len(running))]
     table = Table(title=_title(rows), title_justify="left", box=None, pad_edge=False, header_style="bold")
-    shown_rows = [row for row in rows if row in chosen]
+    shown_rows = [row for row in rows if row in top_rows]
     heads, *lines = fitted([columns(sweeper), *(cells(row, sweeper) for row in shown_rows)], width())
     for head in heads:
         table.add_column(head, justify="left" if head in ("trial", "state") else "right", no_wrap=True)
     for row, line in zip(shown_rows, lines, strict=True):
         table.add_row(*line, style=STYLES.get(row.state, ""))
-    if len(chosen) < len(rows):
-        table.caption = f"{len(rows) - len(chosen)} more"
+    if len(top_rows) < len(rows):
+        table.caption = f"{len(rows) - len(top_rows)} more"
     return table
 
 
 def fitted(lines: list[list[str]], limit: int) -> list[list[str]]:
     """Shorten the last column, so that the table has at most `limit` columns of text if the others leave room."""
-    others = sum(2 + max(map(len, column)) for column in list(zip(*lines, strict=True))[:-1])
-    return [[*line[:-1], one_line(line[-1], max(MIN_STATE, limit - others))] for line in lines]
+    used_columns = sum(2 + max(map(len, column)) for column in list(zip(*lines, strict=True))[:-1])
+    return [[*line[:-1], one_line(line[-1], max(MIN_STATE, limit - used_columns))] for line in lines]
 
 
 def _title(rows: Sequence[Row]) -> str:
@@ -161,9 +161,9 @@ def verdict(best: Row, rows: Sequence[Row], sweeper: Sweeper) -> str:
     second = next((row for row in rows[1:] if row.is_complete and row.rung == best.rung), None)
     if second is None or second.score is None:
         return text
-    other = f"{second.trial.name} ({score_text(second)})"
+    runner_up = f"{second.trial.name} ({score_text(second)})"
     if count == 1:
-        return f"{text}. One seed has no spread, so the lead over {other} may be chance. Add seeds to sweep.seeds"
+        return f"{text}. One seed has no spread, so the lead over {runner_up} may be chance. Add seeds to sweep.seeds"
     if best.score.is_separate(second.score):
-        return f"{text}. {other} is worse by more than both standard errors"
-    return f"{text}. It is not separated from {other}: their standard errors overlap. More seeds may separate them"
+        return f"{text}. {runner_up} is worse by more than both standard errors"
+    return f"{text}. It is not separated from {runner_up}: their standard errors overlap. More seeds may separate them"

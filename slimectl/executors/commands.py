@@ -42,8 +42,8 @@ class LocalCommands:
             environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // self.slots)))
         if self._devices and self._gpus:
             first = int(slot * self._gpus + 1e-9)
-            own = self._devices[first : first + math.ceil(self._gpus)]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+            share = self._devices[first : first + math.ceil(self._gpus)]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(share)
         return start_command(command, environment, log)
 
     def close(self) -> None: ...

@@ -45,7 +45,7 @@ class Row:
     seeds: int
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     running: list[Run] = field(default_factory=list)
-    begun: list[Run] = field(default_factory=list)
+    unfinished: list[Run] = field(default_factory=list)
     """Runs that have not ended, running or not."""
     is_last: bool = True
     """Whether the trial takes part in the last rung so far."""
@@ -75,7 +75,7 @@ class Row:
             return "running"
         if self.is_complete:
             return "finished" if self.is_last else "dropped"
-        return "stopped" if self.begun else "waiting"
+        return "stopped" if self.unfinished else "waiting"
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Sweeper:
         """Number of signals that the runs have received."""
 
     def execute(self) -> bool:
-        """Run what is left of the sweep. Return False if a signal ended it."""
+        """Run everything that has not ended yet. Return False if a signal ended it."""
         try:
             for number, rung in enumerate(self.plan.rungs):
                 self._entrants.append(self._survivors(number - 1, rung) if number else self.plan.trials)
@@ -130,8 +130,10 @@ class Sweeper:
             outcomes = {run.seed: outcome for run in runs if (outcome := self._outcomes.get((run, number)))}
             is_last = number == len(self._entrants) - 1
             active = [run for run in runs if run in running]
-            begun = [run for run in runs if run.seed not in outcomes and run.has_begun]
-            rows.append(Row(trial, number, self.plan.rungs[number].rounds, len(runs), outcomes, active, begun, is_last))
+            unfinished = [run for run in runs if run.seed not in outcomes and run.has_begun]
+            rows.append(
+                Row(trial, number, self.plan.rungs[number].rounds, len(runs), outcomes, active, unfinished, is_last)
+            )
         return sorted(rows, key=self._order)
 
     def _order(self, row: Row) -> tuple[int, int, bool, float]:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from workshop import Workshop
 
 BASE = """config = "slimectl.toml"
@@ -57,9 +58,15 @@ def processes_in(folder: Path) -> list[str]:
 def test_a_killed_sweep_resumes_to_the_table_of_an_undisturbed_one_and_leaves_no_process(workshop: Workshop):
     for name in ("whole", "broken"):
         (workshop.folder / f"{name}.toml").write_text(HALVING)
-    whole = without_folder(table(workshop, "whole"))
+    whole = table(workshop, "whole")
     # By hand: 3 trials of 1 round, then one of 3. The best of the rewards after round 1 goes on.
     assert [(row["state"], row["rounds"]) for row in whole] == [("finished", 3), ("dropped", 1), ("dropped", 1)]
+    (winner,) = [row for row in whole if row["best"]]
+    lines = (workshop.folder / winner["folder"] / "seed_1" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["metrics"] for line in lines if "train/lr" in line]
+    rates = [step["train/lr"] / winner["settings"]["train.lr"] for step in steps]
+    # The linear decay of the whole run, although the first rung ended after one round.
+    assert rates == pytest.approx([1, 2 / 3, 1 / 3])
     folder = workshop.folder / "sweeps" / "broken"
     moments = ("trial_001/trial.toml", "trial_002/seed_1/metrics.jsonl", "*/seed_1/step_000002")
     for moment in moments:
@@ -69,7 +76,7 @@ def test_a_killed_sweep_resumes_to_the_table_of_an_undisturbed_one_and_leaves_no
         assert process.poll() is None, moment
         process.kill()
         process.wait()
-    assert without_folder(table(workshop, "broken")) == whole
+    assert without_folder(table(workshop, "broken")) == without_folder(whole)
     assert processes_in(workshop.folder) == []
 
 

@@ -24,10 +24,10 @@ class CommandActor:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, command: list[str], environment: dict[str, str], folder: str, log: str) -> None:
-        own = {name: text for name, text in os.environ.items() if name.startswith(OWN_VARIABLES)}
+        ray_variables = {name: text for name, text in os.environ.items() if name.startswith(OWN_VARIABLES)}
         os.chdir(folder)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # Ray 2.60 ignores it in its workers, so exit codes would be lost
-        self._process = start_command(command, {**environment, **own}, Path(log))
+        self._process = start_command(command, {**environment, **ray_variables}, Path(log))
 
     def poll(self) -> int | None:
         return None if self._process is None else self._process.poll()
@@ -91,8 +91,8 @@ class RayCommands:
     def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path, slot: int) -> RayCommand:
         actor_class: Any = ray.remote(CommandActor)
         actor = actor_class.options(**self._options).remote()
-        whole = {"OMP_NUM_THREADS": str(self._options["num_cpus"]), **environment}
-        started = actor.start.remote([*command], whole, os.getcwd(), str(log.absolute()))
+        variables = {"OMP_NUM_THREADS": str(self._options["num_cpus"]), **environment}
+        started = actor.start.remote([*command], variables, os.getcwd(), str(log.absolute()))
         return RayCommand(actor, started)
 
     def close(self) -> None:
