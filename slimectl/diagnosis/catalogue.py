@@ -187,7 +187,7 @@ RESPONSES = (
     ),
     Detector(
         "duplicates", "error", responses.duplicates,
-        "Responses to one prompt differ, unless they are right.",
+        "Responses to one prompt differ, unless they are right and the entropy has fallen.",
         ("The policy has collapsed to one response", "rollout.temperature is too low"),
         ("Set rollout.temperature = 1", "Set algorithm.entropy_coef = 0.001", "Lower train.lr"),
         (WORST,),

@@ -56,13 +56,19 @@ def reward_follows_length(run: History) -> Observation | None:
 
 
 def duplicates(run: History) -> Observation | None:
-    share = run.last("rollout/duplicate_ratio")
-    low = run.last(REWARD) < 0.5 * float(run.setting("eval.success_threshold", 1.0))
-    if share < limits.DUPLICATES or not low or run.setting("rollout.n_samples_per_prompt", 1) < 2:
+    """Right responses may be equal, and so may those of a policy that has become certain."""
+    share, entropy = run.last("rollout/duplicate_ratio"), run.of("rollout/entropy")
+    is_low = run.last(REWARD) < 0.5 * float(run.setting("eval.success_threshold", 1.0))
+    is_uncertain = len(entropy) > limits.BASELINE and entropy.values[-1] > entropy.baseline / 2
+    if share < limits.DUPLICATES or run.setting("rollout.n_samples_per_prompt", 1) < 2:
         return None
+    if not (is_low or is_uncertain):
+        return None
+    why = "and the reward is low" if is_low else f"at an entropy of {entropy.values[-1]:.2g} nat"
     return Observation(
-        f"{share:.0%} of the responses repeat another response to the same prompt, and the reward is low",
+        f"{share:.0%} of the responses repeat another response to the same prompt, {why}",
         ("rollout/duplicate_ratio", "rollout/entropy", REWARD),
+        ("Responses are copied: by a cache, or by requests with the same seed",) if is_uncertain else (),
     )
 
 

@@ -94,6 +94,7 @@ FAULTS: list[tuple[str, Fault, int, str, dict[str, Any]]] = [
     ("reward-follows-length", {"rollout/length_reward_correlation": 0.95}, 25, "longer responses get more", {}),
     ("truncation", {"rollout/truncated_ratio": 0.7}, 23, "70% of the responses are cut", {}),
     ("duplicates", {"rollout/duplicate_ratio": 1.0, "rollout/raw_reward": 0.3}, 23, "100% of the responses repeat", {}),
+    ("duplicates", {"rollout/duplicate_ratio": 1.0}, 23, "at an entropy of 1 nat", {}),
     ("repetition", {"rollout/ngram_repetition": 0.8}, 23, "80% of their 4-grams", {}),
     ("verifier-timeouts", {"rollout/reward_timeouts": 0.1}, 22, "Grading of 10% of the samples", {}),
     ("verifier-errors", {"rollout/error/HookError": 32.0}, 22, "32 attempts failed", {}),  # of 128
