@@ -474,9 +474,14 @@ def reports_of(run: Path) -> list[Report]:
 
 def judge(out: Path, seed: int) -> list[str]:
     """Return the lines of the page about the runs in a folder, and print the findings."""
-    lines = [f"`python benchmarks/diagnosis.py --out FOLDER --seed {seed}` makes the runs and writes this section.", ""]
+    command = f"`python benchmarks/diagnosis.py --out FOLDER --seed {seed} --page`"
+    lines = [
+        f"{command} makes runs like the quickstart, healthy ones and ones with a mistake,",
+        "and writes this section. Thresholds were set with healthy runs of other seeds and with the faults.",
+        "",
+    ]
     for name, what in (("healthy", "held out"), ("healthy_tuning", "used to set the thresholds")):
-        runs = [run for _, run, _ in planned(name, out, seed) if (run / "done").exists()]
+        runs = [done.parent for done in sorted((out / name).glob("*/done"))]
         alarms = {run.name: reports for run in runs if (reports := reports_of(run))}
         lines.append(f"- Healthy runs {what}: {len(alarms)} of {len(runs)} have a finding.")
         for trial, reports in alarms.items():
