@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -196,7 +197,7 @@ FAULTS: dict[str, Fault] = {
         ("flat-reward", "flat-evaluation"), ("train.lr=5e-7", "run.num_rollout=80"), begins=1
     ),
     "wrong verifier from the start": Fault(("no-signal",), ("score.rm_type=math",), begins=1),
-    "eight prompts": Fault(("all-solved",), ("rollout.data={words}@[0:8]",), begins=1),
+    "eight prompts": Fault(("gaming", "all-solved"), ("rollout.data={words}@[0:8]",), begins=1),
     "cold start": Fault(("no-signal",), ("model.path={cold}", "score.rm_type=exact"), begins=1),
 }
 
@@ -483,7 +484,11 @@ def judge(out: Path, seed: int) -> list[str]:
     for name, what in (("healthy", "held out"), ("healthy_tuning", "used to set the thresholds")):
         runs = [done.parent for done in sorted((out / name).glob("*/done"))]
         alarms = {run.name: reports for run in runs if (reports := reports_of(run))}
-        lines.append(f"- Healthy runs {what}: {len(alarms)} of {len(runs)} have a finding.")
+        worse = {run.name for run in runs if got_worse(run)}
+        lines.append(
+            f"- Healthy runs {what}: {len(alarms.keys() - worse)} of {len(runs) - len(worse)} have a finding. "
+            f"{len(worse)} more got worse, {len(alarms.keys() & worse)} of them with a finding."
+        )
         for trial, reports in alarms.items():
             print(trial, *(f"{report.kind} at {report.round}: {report.title}" for report in reports), sep="\n    ")
     rows, early, found = [], 0, 0
@@ -514,6 +519,17 @@ def judge(out: Path, seed: int) -> list[str]:
         *rows,
     ]  # fmt: skip
     return lines
+
+
+def got_worse(run: Path) -> bool:
+    """Return whether a run made the model worse: a held-out mean fell by more than two standard errors in all."""
+    evaluations = [line["metrics"] for line in read_lines(run) if "eval/held_out" in line["metrics"]]
+    return any(
+        evaluations[0][name] - evaluations[-1][name]
+        > 2 * math.hypot(*(each[f"{name}_stderr"] for each in (evaluations[0], evaluations[-1])))
+        for name in ("eval/held_out_accuracy", "eval/held_out_avg_reward")
+        if len(evaluations) > 1
+    )
 
 
 def columns_of(run: Path) -> dict[str, Any]:

@@ -54,7 +54,7 @@ LEARNING = (
     ),
     Detector(
         "evaluation-collapse", "error", learning.evaluation_collapse,
-        "An accuracy stays above half of its best value, or returns at the next evaluation.",
+        "An accuracy stays above half of its best value, or returns at the next evaluation, or the mean reward holds.",
         ("The policy overfits the training reward",),
         ("Set run.save_best, and continue from `best`",),
         (WORST,), after="evaluation", patience=1, recovery=1,
@@ -158,7 +158,7 @@ POLICY = (
 RESPONSES = (
     Detector(
         "length-growth", "warning", responses.length_growth,
-        "Responses stay below twice the first rounds' length, or the reward rises with it.",
+        "Responses stay below 2.5 times the first rounds' length, or the reward rises with it.",
         ("Long responses are not punished, and the loss favours them", "The policy does not end its responses"),
         ("Add `overlong` or `length_penalty` to the reward (score.rm)",
          "Set algorithm.calculate_per_token_loss = true"),

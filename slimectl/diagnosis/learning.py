@@ -25,7 +25,7 @@ def no_signal(run: History) -> Observation | None:
 
 def _lack_of_signal(run: History) -> Observation:
     """Return why the last round has no signal."""
-    low, high = run.last("rollout/min_reward", math.nan), run.last("rollout/max_reward", math.nan)
+    low, high = run.last("rollout/min_reward", math.nan) + 0.0, run.last("rollout/max_reward", math.nan)  # never -0
     evidence = ("rollout/no_signal", REWARD, "rollout/truncated_ratio")
     if low != high:
         return Observation("No learning signal: the rewards of every group are equal", evidence)
@@ -132,10 +132,25 @@ def evaluation_collapse(run: History) -> Observation | None:
         peak, last = series.values[best], series.values[-1]
         later = series.values[best + 1 :][-2:]  # one evaluation below half of the best may be bad luck
         collapsed = last < peak / 4 or (len(later) == 2 and max(later) < peak / 2)
-        if collapsed and peak - last > 2 * (_stderr(run, name, series.rounds[best]) + _stderr(run, name)):
+        errors = _stderr(run, name, series.rounds[best]) + _stderr(run, name)
+        if (
+            collapsed
+            and peak - last > 2 * errors
+            and not _holds(run, name.removesuffix("_accuracy"), series.rounds[best])
+        ):
             title = f"the accuracy on {name.removeprefix('eval/').removesuffix('_accuracy')}"
             return _collapse(run, title, (series.rounds[best], peak, last), name)
     return None
+
+
+def _holds(run: History, dataset: str, best: int) -> bool:
+    """Return whether the mean reward on a dataset is what it was at round `best`: answers are nearly right."""
+    name = f"{dataset}_avg_reward"
+    series = run.evaluations.get(name, Series())
+    before = dict(zip(series.rounds, series.values, strict=True)).get(best)
+    if before is None:
+        return False
+    return before - series.values[-1] <= 2 * (_stderr(run, name, best) + _stderr(run, name))
 
 
 def _stderr(run: History, name: str, number: int | None = None) -> float:

@@ -67,8 +67,8 @@ OUT_OF_RANGE = 0.6
 
 # --- responses -------------------------------------------------------------------------------------------------------
 
-LENGTH_GROWTH, LENGTH_SHRINKAGE = 2.0, 0.5
-"""Times the first rounds' length. Healthy runs stay within a factor of 1.7, or gain reward."""
+LENGTH_GROWTH, LENGTH_SHRINKAGE = 2.5, 0.5
+"""Times the first rounds' length. Healthy runs pass through a factor of 2.35 before their reward rises."""
 TRUNCATED = 0.5
 """Share of truncated responses. Healthy runs pass through 0.3."""
 FOLLOWS_LENGTH = 0.9
@@ -118,7 +118,7 @@ GRADING = 0.4
 GRADING_S = 0.05
 """Seconds of grading per round below which a share means nothing."""
 LOG_PROBS = 1.0
-"""Time of passes for log-probabilities in units of the training time. A forward pass is a third of a training step."""
+"""Time of a pass for log-probabilities in units of the training time. A forward pass is a third of a training step."""
 LOG_PROBS_SHARE = 0.25
 """Share of a round."""
 PUSHING, SAVING = 0.3, 0.3

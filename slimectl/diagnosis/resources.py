@@ -64,7 +64,7 @@ def _penalties(run: History) -> list[str]:
 def staleness(run: History) -> Observation | None:
     mean, steps = run.last("rollout/staleness/mean"), max(1, run.steps)
     ahead = int(run.setting("run.async_level", 0)) + int(run.setting("sync.update_weights_interval", 1)) - 1
-    expected, moved = steps * ahead, run.last("train/train_rollout_k3")
+    expected, moved = round(steps * (ahead + _rounds_of_surplus(run))), run.last("train/train_rollout_k3")
     is_old = mean >= limits.OLD_ROUNDS * steps and moved > limits.OLD_KL
     if run.is_recorded or (mean < expected + limits.STALE and not is_old):
         return None
@@ -74,6 +74,12 @@ def staleness(run: History) -> Observation | None:
         f"Samples are {mean:.1f} weight versions old{settings}{why}",
         ("rollout/staleness/mean", "rollout/staleness/max", "train/train_rollout_k3", REWARD),
     )
+
+
+def _rounds_of_surplus(run: History) -> float:
+    """Return how many rounds a finished group may wait, because others were started than a round needs."""
+    started = float(run.setting("rollout.over_sampling_batch_size", 0))
+    return started / float(run.setting("run.rollout_batch_size", 1)) + bool(run.setting("rollout.partial_rollout"))
 
 
 def share(run: History, *names: str) -> float:
@@ -122,7 +128,8 @@ PASSES = ("perf/log_probs_time", "perf/ref_log_probs_time", "perf/teacher_log_pr
 
 def slow_log_probs(run: History) -> Observation | None:
     part, training = share(run, *PASSES), share(run, "perf/actor_train_time")
-    if run.is_recorded or part < limits.LOG_PROBS_SHARE or part < limits.LOG_PROBS * training:
+    most = limits.LOG_PROBS * training * sum(bool(len(run.of(name))) for name in PASSES)
+    if run.is_recorded or part < limits.LOG_PROBS_SHARE or part < most:
         return None  # rounds of a file are scored whole, and only pairs that differ are trained on
     return Observation(
         f"Passes for log-probabilities take {part:.0%} of the time, and training {training:.0%}",

@@ -89,7 +89,7 @@ FAULTS: list[tuple[str, Fault, int, str, dict[str, Any]]] = [
     ("learning-rate-zero", {"train/lr": 0.0}, 22, "is 0, and 18 rounds remain", {}),
     ("frozen", {"train/grad_norm": 0.0}, 23, "the gradient norm is 0", {}),
     ("frozen", {"train/grad_norm": 0.02}, 23, "its norm is 0.02, and was 1 at the same entropy", {}),
-    ("length-growth", {"rollout/response_len/mean": 210.0}, 23, "210 tokens, and 100 at the start", {}),
+    ("length-growth", {"rollout/response_len/mean": 260.0}, 23, "260 tokens, and 100 at the start", {}),
     ("length-shrinkage", {"rollout/response_len/mean": 40.0}, 23, "40 tokens, and 100 at the start", {}),
     ("reward-follows-length", {"rollout/length_reward_correlation": 0.95}, 25, "longer responses get more", {}),
     ("truncation", {"rollout/truncated_ratio": 0.7}, 23, "70% of the responses are cut", {}),
@@ -234,6 +234,15 @@ def test_an_accuracy_that_was_there_and_is_gone(accuracies: Sequence[float], err
     assert ("evaluation-collapse" in found) == (best is not None)
     if best is not None:
         assert f"The accuracy on words collapsed: it was {best} and is 0" in found["evaluation-collapse"][1].title
+
+
+@pytest.mark.parametrize(("averages", "is_collapse"), [((0.6, 0.6, 0.6), False), ((0.6, 0.3, 0.3), True)])
+def test_an_accuracy_that_falls_while_answers_are_nearly_right(averages: Sequence[float], is_collapse: bool):
+    lines = list(evaluated((0.9, 0.1, 0.1), [0.5] * 3, name="eval/words_accuracy", error=0.03))
+    evaluations = [line["metrics"] for line in lines if "eval/words_accuracy" in line["metrics"]]
+    for metrics, average in zip(evaluations, averages, strict=True):
+        metrics |= {"eval/words_avg_reward": average, "eval/words_avg_reward_stderr": 0.02}
+    assert ("evaluation-collapse" in begun(lines)) == is_collapse
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_a_healthy_run_has_no_findings():
 
 
 def test_gaming_is_found_when_the_evaluation_falls_and_responses_grow():
-    assert reported("reward_is_gamed") == {"evaluation-collapse": 5, "length-growth": 8, "truncation": 9, "gaming": 10}
+    assert reported("reward_is_gamed") == {"evaluation-collapse": 5, "truncation": 9, "length-growth": 10, "gaming": 10}
 
 
 def test_weights_that_never_reach_the_engine_make_samples_stale():
