@@ -47,6 +47,8 @@ PASSES = ("forward_backward", "log_probs", "top_log_probs", "values")
 
 DIAGNOSED = ("metrics.jsonl", "perf.jsonl")
 """Files whose lines the diagnosis reads."""
+LOGGED_BY_ROUNDS = {"rollout/reward_timeouts", "rollout/no_reward"}
+"""Metrics of troubles that every round logs with its samples, so that their findings are not logged again."""
 LEVELS = {"error": logging.WARNING, "warning": logging.WARNING, "advice": logging.INFO}
 """Level of the message about a finding that begins."""
 
@@ -99,7 +101,8 @@ class RunRecorder:
             for finding in self.diagnosis.observe(line):
                 if finding.lasts:
                     self.errors += [finding] if finding.severity == "error" else []
-                    logger.log(LEVELS[finding.severity], finding.message(self.folder.path))
+                    if LOGGED_BY_ROUNDS.isdisjoint(evidence.metric for evidence in finding.evidence):
+                        logger.log(LEVELS[finding.severity], finding.message(self.folder.path))
         return text in self._cut_lines
 
     def record_spans(self, number: int, policy: object = None) -> Metrics:

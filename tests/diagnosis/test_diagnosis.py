@@ -10,9 +10,12 @@ import pytest
 from workshop import Workshop
 
 from slimectl.cli.diagnose import finding_lines
+from slimectl.data.run_dir import RunDir
 from slimectl.diagnosis import Diagnosis, Finding, diagnose_run
 from slimectl.diagnosis.diagnosis import read_lines
 from slimectl.errors import SettingsError
+from slimectl.runtime.recorder import RunRecorder
+from slimectl.settings import Settings
 
 NOTHING = ("-s", "score.custom_rm_path=none", "-s", "score.rm_type=exact", "-s", "eval.interval=none")
 """No answer of an untrained model is exactly its label."""
@@ -71,6 +74,26 @@ def test_an_error_ends_a_run_that_can_be_resumed(workshop: Workshop):
     workshop.slimectl("run", "--resume", "runs/b")
     assert len([line for line in workshop.metrics("b") if "rollout/step" in line["metrics"]]) == 5
     assert "No learning signal" not in workshop.stderr  # it was reported before the resume
+
+
+def test_a_recorder_logs_a_finding_unless_rounds_have_logged_it(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = RunDir(tmp_path / "run")
+    folder.start("", force=False)
+    recorder = RunRecorder(folder, Settings())
+    recorder.rewind(print)
+    for number in (1, 2, 3):
+        metrics = {"rollout/reward_timeouts": 0.5, "rollout/truncated_ratio": 0.9, "train/lr": 0.0}
+        recorder.append("metrics.jsonl", {"step": number, "rollout_id": number, "metrics": metrics})
+        recorder.append("perf.jsonl", {"step": number, "metrics": {"perf/total_time": 1.0}})
+    assert recorder.diagnosis
+    kinds = ["learning-rate-zero", "truncation", "verifier-timeouts"]
+    assert [finding.kind for finding in recorder.diagnosis.findings] == kinds
+    messages = [record.message for record in caplog.records]
+    assert [message.partition(" (since")[0] for message in messages] == [
+        "The learning rate is 0", "90% of the responses are cut at rollout.max_response_len = 1024"]  # fmt: skip
+    assert [finding.kind for finding in recorder.errors] == ["learning-rate-zero"]
+    recorder.rewind(print)  # without a checkpoint, all records go
+    assert recorder.diagnosis.findings == recorder.errors == []
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
