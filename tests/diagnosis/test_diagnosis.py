@@ -90,7 +90,7 @@ def test_a_recorder_logs_a_finding_unless_rounds_have_logged_it(tmp_path: Path, 
     assert [finding.kind for finding in recorder.diagnosis.findings] == kinds
     messages = [record.message for record in caplog.records]
     assert [message.partition(" (since")[0] for message in messages] == [
-        "The learning rate is 0", "90% of the responses are cut at rollout.max_response_len = 1024"]  # fmt: skip
+        "The learning rate is 0", "90% of the responses are cut at rollout.max_response_len = 256"]  # fmt: skip
     assert [finding.kind for finding in recorder.errors] == ["learning-rate-zero"]
     recorder.rewind(print)  # without a checkpoint, all records go
     assert recorder.diagnosis.findings == recorder.errors == []
