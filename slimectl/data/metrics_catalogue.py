@@ -321,7 +321,10 @@ def _perf() -> list[Metric]:
         ),
         "perf/slowest_engine": ("", "Number of the engine with the longest decode time per token"),
         "perf/slowest_engine_ratio": ("", "Its decode time per token / that of the median engine"),
-        "perf/slowest_rank": ("", "Number of the training rank with the most time of its own in the policy's passes"),
+        "perf/slowest_rank": (
+            "",
+            "Number of the training rank with the most CPU time in the policy's passes, for ranks on CPUs",
+        ),
         "perf/slowest_rank_ratio": ("", "Its time / that of the median rank, without waiting for other ranks"),
     }
     return [Metric(name, unit, "rollout/step", text) for name, (unit, text) in definitions.items()]

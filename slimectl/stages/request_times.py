@@ -18,7 +18,7 @@ PARTS = ("queue", "prefill", "decode")
 
 
 class EngineRequest(NamedTuple):
-    """A finished request for a response of a sample. Times are those of `time.perf_counter`."""
+    """A finished request for a response of a sample. Times come from `time.perf_counter`."""
 
     rollout_id: int | None
     """Round that was being sampled when it ended."""
@@ -43,7 +43,7 @@ class EngineRequest(NamedTuple):
 def take_requests(requests: list[tuple[Any, ...]], limit: int, **fields: object) -> Metrics:
     """Empty a list of requests into the timeline, at most `limit` of them. Return the metrics of all.
 
-    A request is the values of an EngineRequest. Those that are not kept are never objects, for speed.
+    A request is a tuple with the values of an EngineRequest, which is made only for kept requests, for speed.
     """
     finished, requests[:] = list(requests), []
     spans = list(request_spans(kept_requests(finished, limit)))

@@ -15,14 +15,14 @@ MOST = 1 << 17
 """Number of spans after which the oldest are lost, if nothing takes them."""
 
 TO_WALL_CLOCK = time.time() - time.perf_counter()
-"""Offset that makes times of this process comparable with those of other processes.
+"""Offset that makes times of different processes comparable.
 
 On Linux `perf_counter` counts from the same moment in all processes of a machine.
 """
 
 
 class Timeline:
-    """Spans of this process until they are taken. Any thread may record. Times are those of `time.perf_counter`."""
+    """Spans of this process until they are taken. Any thread may record. Times come from `time.perf_counter`."""
 
     def __init__(self) -> None:
         self.enabled = False
