@@ -196,9 +196,13 @@ FAULTS: dict[str, Fault] = {
     "learning rate / 1000": Fault(
         ("flat-reward", "flat-evaluation"), ("train.lr=5e-7", "run.num_rollout=80"), begins=1
     ),
-    "wrong verifier from the start": Fault(("no-signal",), ("score.rm_type=math",), begins=1),
+    "wrong verifier from the start": Fault(
+        ("no-signal",), ("score.custom_rm_path=none", "score.rm_type=math"), begins=1
+    ),
     "eight prompts": Fault(("gaming", "all-solved"), ("rollout.data={words}@[0:8]",), begins=1),
-    "cold start": Fault(("no-signal",), ("model.path={cold}", "score.rm_type=exact"), begins=1),
+    "cold start": Fault(
+        ("no-signal",), ("model.path={cold}", "score.custom_rm_path=none", "score.rm_type=exact"), begins=1
+    ),
 }
 
 
@@ -259,7 +263,7 @@ def run_fault(fault: Fault, run: Path, start: Path, seed: int) -> None:
     files = shared_files(shared, start, seed)
     own = [part for setting in fault.assigned for part in ("-s", filled(setting, files))]
     healthy_rounds = settings_of_faults(files)
-    quickstart = ["run", "quickstart", "--model", str(start), "--seed", str(seed), *healthy_rounds]
+    quickstart = ["run", "quickstart", "-s", f"model.path={start}", "--seed", str(seed), *healthy_rounds]
     command = slimectl if not fault.machine else partial(on_small_machine, fault.machine, run, Path(files["small"]))
     if fault.begins == 1:
         rounds = ["-s", f"run.num_rollout={HEALTHY_ROUNDS + FAULTY_ROUNDS}"]
