@@ -86,7 +86,7 @@ ONLY_HELD_OUT = list(HEALTHY).index("sapo")
 TUNING = [*list(HEALTHY)[:ONLY_HELD_OUT], *["plain"] * 5]
 """Runs with which thresholds were set."""
 HELD_OUT = [*list(HEALTHY)[ONLY_HELD_OUT - 4 :], *["plain"] * 12, *list(HEALTHY)[1 : ONLY_HELD_OUT - 4]]
-"""Runs of other seeds, and of more variants, which are judged once the thresholds are set."""
+"""Runs of other seeds, and of more variants."""
 
 
 HEALTHY_ROUNDS, FAULTY_ROUNDS = 20, 25
@@ -482,15 +482,15 @@ def judge(out: Path, seed: int) -> list[str]:
     command = f"`python benchmarks/diagnosis.py --out FOLDER --seed {seed} --page`"
     lines = [
         f"{command} makes runs like the quickstart, healthy ones and ones with a mistake,",
-        "and writes this section. Thresholds were set with healthy runs of other seeds and with the faults.",
+        "and writes this section. A run got worse if a held-out mean fell by more than two standard errors.",
         "",
     ]
-    for name, what in (("healthy", "held out"), ("healthy_tuning", "used to set the thresholds")):
+    for name, what in (("healthy", "Healthy runs"), ("healthy_tuning", "Healthy runs with which thresholds were set")):
         runs = [done.parent for done in sorted((out / name).glob("*/done"))]
         alarms = {run.name: reports for run in runs if (reports := reports_of(run))}
         worse = {run.name for run in runs if got_worse(run)}
         lines.append(
-            f"- Healthy runs {what}: {len(alarms.keys() - worse)} of {len(runs) - len(worse)} have a finding. "
+            f"- {what}: {len(alarms.keys() - worse)} of {len(runs) - len(worse)} have a finding. "
             f"{len(worse)} more got worse, {len(alarms.keys() & worse)} of them with a finding."
         )
         for trial, reports in alarms.items():
