@@ -65,17 +65,17 @@ def test_packing_and_recomputation_change_nothing(
 
 
 LAYOUTS = [
-    (ParallelLayout(tensor=2, expert=2), None),
+    (ParallelLayout(tensor=2, expert=2), Recompute()),
     (ParallelLayout(expert=2), FULL),
     (ParallelLayout(context=2), FULL),
-    (ParallelLayout(pipeline=2), None),
+    (ParallelLayout(pipeline=2), Recompute()),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "recompute"), LAYOUTS, ids=str)
 def test_two_ranks_have_loss_and_gradient_of_one(
-    two: Ranks, four_layers: ModelDir, expected: list[float], layout: ParallelLayout, recompute: Recompute | None
+    two: Ranks, four_layers: ModelDir, expected: list[float], layout: ParallelLayout, recompute: Recompute
 ):
     two.build(four_layers("experts"), layout=layout, recompute=recompute, **REPLAYING)
     assert step(two, experts_rows()) == pytest.approx(expected, rel=1e-4)
