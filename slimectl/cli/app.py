@@ -22,6 +22,7 @@ from slimectl.cli.doctor import doctor
 from slimectl.cli.evaluate import evaluate
 from slimectl.cli.init import init
 from slimectl.cli.inspect import inspect
+from slimectl.cli.launch import launch
 from slimectl.cli.metrics import metrics
 from slimectl.cli.models import models
 from slimectl.cli.options import with_messages
@@ -146,7 +147,8 @@ for command in (ask, chat):
 
 ABOUT = "Settings, models and records"
 for command in (
-    init, sweep, plan, doctor, bench, inspect, diagnose, diff, view, report, runs, metrics, models, completion,
+    init, sweep, launch, plan, doctor, bench, inspect, diagnose, diff, view, report,
+    runs, metrics, models, completion,
 ):  # fmt: skip
     app.command(rich_help_panel=ABOUT)(guarded(with_messages(command), runs_user_code=command is bench))
 settings_app = typer.Typer(

@@ -238,20 +238,25 @@ def _of_settings(context: typer.Context, options: PlanOptions, common: CommonOpt
         if source is not None and source.name == "COMMANDLINE" and name not in MACHINE_OPTIONS:
             flag = "--" + OPTION_NAMES.get(name, name).replace("_", "-")
             raise SettingsError(f"{flag}: the settings of the run determine this. Set it with -s, or drop -c and -s.")
-    settings = common.resolve().settings
-    model = settings.model
-    if options.card is not None or (model.path is not None and not Path(model.path).exists()):
-        card = options.card or cards.named(model.path or "")
-        if card is not None:
-            stdio.note(f"{model.path}: not on this machine. Using the card {card}")
-            update = {"path": None, "card": card}
-            settings = settings.model_copy(update={"model": model.model_copy(update=update)})
+    settings = with_card(common.resolve().settings, options.card)
     try:
         return capacity.planned_run(settings, device=options.device)
     except CheckpointError as error:
         if settings.model.path is None or Path(settings.model.path).exists():
             raise
         raise SettingsError(f"{error}. To plan without the model, give its card: --card NAME") from error
+
+
+def with_card(settings: Settings, card: str | None = None) -> Settings:
+    """Return the settings with a card in place of a model that is not on this machine, if a card has its name."""
+    model = settings.model
+    if card is not None or (model.path is not None and not Path(model.path).exists()):
+        card = card or cards.named(model.path or "")
+        if card is not None:
+            stdio.note(f"{model.path}: not on this machine. Using the card {card}")
+            update = {"path": None, "card": card}
+            return settings.model_copy(update={"model": model.model_copy(update=update)})
+    return settings
 
 
 def _simulate(planned: PlannedRun, result: Plan) -> list[str]:

@@ -268,7 +268,7 @@ DEPENDENCIES = (
 )  # fmt: skip
 """Every key that depends on another. tests/settings/test_effects.py checks that none is missing."""
 
-AMBIENT = ("cluster", "engine", "sglang", "vllm", "track")
+AMBIENT = ("cluster", "launch", "engine", "sglang", "vllm", "track")
 """Sections whose values from the environment describe a machine or an account, for runs of any kind."""
 
 

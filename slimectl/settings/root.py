@@ -12,6 +12,7 @@ from slimectl.settings.base import Section
 from slimectl.settings.cluster import ClusterSettings, SyncSettings
 from slimectl.settings.engine import EngineSettings, ModelSettings, SglangSettings, VllmSettings
 from slimectl.settings.evaluate import EvalSettings
+from slimectl.settings.launch import LaunchSettings
 from slimectl.settings.rollout import RolloutSettings
 from slimectl.settings.rollout_algorithms import Grpo
 from slimectl.settings.run import CustomSettings, RunSettings, SftWarmupSettings, TrackSettings
@@ -42,6 +43,7 @@ class Settings(Section):
     run: RunSettings = RunSettings()
     track: TrackSettings = TrackSettings()
     cluster: ClusterSettings = ClusterSettings()
+    launch: LaunchSettings = LaunchSettings()
     custom: CustomSettings = CustomSettings()
 
     @model_validator(mode="before")

@@ -219,7 +219,13 @@ def _check_is_ray_head(address: str) -> None:
     """
     try:
         result = subprocess.run([sys.executable, "-c", TRY, address], capture_output=True, text=True, timeout=TRY_S)
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as expired:
+        # Ray 2.60 tries for minutes, with a line per second.
+        if b"InvalidAuthToken" in (expired.stderr or b""):
+            raise BackendError(
+                f"Ray at {address}: its head asks for a token. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
+                f"~/.ray/auth_token as on the head. Or start it with RAY_AUTH_MODE=disabled in a private network."
+            ) from None
         raise BackendError(
             f"Ray at {address}: something listens there, but it did not answer as a Ray head within {TRY_S:g} s. Give "
             f"the head's own port (6379 by default), and use Ray {ray.__version__} there."

@@ -1,0 +1,159 @@
+"""slimectl launch"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from slimectl.cli.options import SETTINGS, CommonOptions, with_options
+from slimectl.errors import BackendError, CheckpointError, SettingsError, first_line
+from slimectl.system import stdio
+from slimectl.system.stdio import quantity
+
+if TYPE_CHECKING:
+    from slimectl.launchers.job import Job
+    from slimectl.settings import Settings
+
+Target = Literal["local", "ray", "slurm", "kubernetes", "skypilot"]
+COMMANDS = {
+    "local": ["bash"],
+    "ray": ["bash"],
+    "slurm": ["sbatch"],
+    "kubernetes": ["kubectl", "create", "-f"],
+    "skypilot": ["sky", "jobs", "launch", "--yes", "--detach-run"],
+}
+"""Command that submits a job file."""
+
+
+@with_options(SETTINGS, "recipe on name out submit", "force")
+def launch(
+    options: CommonOptions,
+    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="Recipe name or settings file")] = None,
+    on: Annotated[
+        Target, typer.Option("--on", help="Scheduler: local, ray, slurm, kubernetes (KubeRay) or skypilot")
+    ] = "slurm",
+    name: Annotated[str | None, typer.Option("--name", help="Name of the run's folder in run.dir")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the job to a file")] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the job, after checking that the run fits")] = False,
+) -> None:
+    """Write a run as a job for a scheduler, and submit it with --submit.
+
+    The job starts the run, or resumes it if its folder exists. It saves and starts again before its time limit, after a
+    preemption and after the loss of a machine. [cluster] decides the number of machines and GPUs, [launch] the rest.
+
+    Example:
+
+        slimectl launch qwen3-8b-8xh100 --on slurm -s launch.partition=gpu -o job.sh
+    """
+    from slimectl import recipes
+    from slimectl.launchers.job import job_of
+    from slimectl.runtime import builders
+
+    selected = recipes.find(recipe, instead=bool(options.config), needed=not options.config)
+    resolved = options.resolve({"run.name": name}, recipe=selected.layer)
+    settings = resolved.settings
+    given = [] if recipe is None else [recipe if recipe in recipes.names() else _path(Path(recipe))]
+    given += [part for path in options.config or [] for part in ("-c", _path(path))]
+    given += [part for value in options.assign or [] if not value.startswith("launch.") for part in ("-s", value)]
+    given += ["--name", name] if name else []
+    placement = replace(builders.placement(settings), on_gpu=settings.train.device != "cpu")
+    job = job_of(settings, tuple(given), Path.cwd(), placement)
+    text = render(on)(job)
+    if out is not None:
+        if out.exists() and not options.force:
+            raise SettingsError(f"{out}: already exists. Add --force to replace it")
+        out.write_text(text, encoding="utf-8")
+        stdio.note(f"{out}: {summary(job)}")
+    else:
+        print(text, end="")
+    if submit:
+        check_fit(settings, force=options.force)
+        file = out or _kept(job, on, text)
+        submit_file(on, file)
+
+
+def _path(path: Path) -> str:
+    """Return a path below this folder as relative to it, and any other one as absolute."""
+    return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path.absolute())
+
+
+def render(on: Target) -> Callable[[Job], str]:
+    """Return the function that writes a job for a scheduler."""
+    from slimectl.launchers import manifests, shell
+
+    return {
+        "local": shell.local_script,
+        "ray": shell.ray_script,
+        "slurm": shell.slurm_script,
+        "kubernetes": manifests.ray_job_manifest,
+        "skypilot": manifests.sky_task,
+    }[on]
+
+
+def summary(job: Job) -> str:
+    """Return the size of a job in a few words."""
+    gpus = f" with {quantity(job.gpus_per_node, 'GPU')} each" if job.gpus_per_node else " without GPUs"
+    return f"{quantity(job.nodes, 'machine')}{gpus}, run {job.run}"
+
+
+def check_fit(settings: Settings, *, force: bool) -> None:
+    """Raise SettingsError if the run does not fit into launch.gpu_memory_gib by `slimectl plan`, unless `force`."""
+    from slimectl.cli.plan import with_card
+    from slimectl.planner import plan
+    from slimectl.runtime import capacity
+
+    if force or settings.train.device == "cpu":
+        return
+    try:
+        planned = capacity.planned_run(with_card(settings), device="cuda")
+        plan.check(planned.shape, planned.run)
+    except (CheckpointError, SettingsError) as error:
+        stdio.note(f"memory not checked: {first_line(error)}")
+        return
+    memory = settings.launch.gpu_memory_gib
+    result = plan.plan_run(
+        planned.shape,
+        planned.run,
+        batch=planned.batch,
+        memory_gib=memory,
+        tflops=None,
+        mfu=1.0,
+        engine_tensor=planned.engine_tensor,
+        engine_share=planned.engine_share,
+        concurrency=planned.concurrency,
+        engine_fp8=planned.engine_fp8,
+        colocate=planned.colocate,
+    )
+    if not result.fits:
+        raise SettingsError(
+            f"the run does not fit into {memory:g} GiB per GPU (launch.gpu_memory_gib). See `slimectl plan`, or add "
+            f"--force"
+        )
+
+
+def _kept(job: Job, on: Target, text: str) -> Path:
+    """Write a job next to the runs, so that it can be submitted again."""
+    suffix = "yaml" if on in ("kubernetes", "skypilot") else "sh"
+    file = Path(job.run).parent / f"{job.label}.{on}.{suffix}"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def submit_file(on: Target, file: Path) -> None:
+    """Submit a job file with the scheduler's own command. Its output is shown."""
+    command = [*COMMANDS[on], str(file)]
+    stdio.note(f"submitting: {shlex.join(command)}")
+    try:
+        code = subprocess.run(command).returncode
+    except FileNotFoundError:
+        raise BackendError(f"{command[0]}: not found. On a machine that has it: {shlex.join(command)}") from None
+    if code:
+        raise typer.Exit(code)

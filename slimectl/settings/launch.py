@@ -1,0 +1,64 @@
+"""Settings of the job that `slimectl launch` writes for a scheduler."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from slimectl.settings.base import PositiveInt, Section, Texts
+
+
+class LaunchSettings(Section):
+    """The job of `slimectl launch`: limits, queue, image and set-up. The number of machines and GPUs follows from
+    [cluster]."""
+
+    section_name: ClassVar[str] = "launch"
+
+    setup: Texts = []
+    """Shell lines to run on every machine before slimectl, e.g. ["module load cuda", ". .venv/bin/activate"]."""
+
+    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")] = "24:00:00"
+    """Time limit of a Slurm job: [DAYS-]HH:MM:SS."""
+
+    term_s: PositiveInt = 120
+    """Seconds before the time limit at which a Slurm job gets SIGTERM, saves and requeues itself. Kubernetes waits as
+    long before it kills a pod. It must be above run.grace_s, because saving comes on top."""
+
+    requeues: Annotated[int, Field(ge=0)] = 20
+    """Maximum number of times that the job starts again after its time limit, a preemption or a lost machine."""
+
+    partition: str | None = None
+    """Slurm partition, or the Kueue queue of a Kubernetes job."""
+
+    account: str | None = None
+    """Slurm account to charge."""
+
+    cpus_per_node: PositiveInt | None = None
+    """CPU cores to ask for on every machine. Default: what the scheduler gives."""
+
+    memory_gib_per_node: PositiveInt | None = None
+    """Host memory in GiB to ask for on every machine. Default: what the scheduler gives."""
+
+    gpu_type: str | None = None
+    """Kind of GPU: for Slurm and SkyPilot a type such as h100 or H100, for Kubernetes the value of the node label
+    nvidia.com/gpu.product."""
+
+    gpu_memory_gib: Annotated[float, Field(gt=0)] = 80.0
+    """Memory of a GPU in GiB. `slimectl launch` refuses a run that needs more by `slimectl plan`."""
+
+    options: Texts = []
+    """Further #SBATCH options, e.g. ["--exclusive", "--constraint=nvlink"]."""
+
+    image: str | None = None
+    """Container image for Kubernetes (required) and SkyPilot."""
+
+    namespace: str = "default"
+    """Kubernetes namespace."""
+
+    claim: str | None = None
+    """Storage of the runs. Kubernetes: a PersistentVolumeClaim that every pod can mount (ReadWriteMany), with the
+    project and its data. SkyPilot: a bucket such as s3://NAME."""
+
+    folder: str = "/workspace"
+    """Folder at which the claim is mounted. In Kubernetes slimectl starts there."""
