@@ -21,7 +21,7 @@ FLOORS = [
     ["__init__", "errors", "system", "system.redaction", "types", "plugins", "migrate.stand_ins"],
     ["algorithms", "architectures", "chats", "rewards", "sandbox", "settings"],
     ["protocols", "data", "planner", "migrate.launch_scripts"],
-    ["diagnosis", "stages", "migrate"],
+    ["diagnosis", "stages", "migrate", "launchers"],
     [
         "agents", "agents.environments", "checkpoints", "engines", "engines.weight_sync", "executors", "hooks",
         "policies", "trackers",

@@ -162,6 +162,20 @@ def placed(place: Workplace, settings: Settings) -> Lines:
     return [repr(bundle) for bundle in placement(settings).bundles]
 
 
+def launched(place: Workplace, settings: Settings) -> Lines:
+    """The job of a run on GPUs, for Slurm, Kubernetes and SkyPilot."""
+    from slimectl.launchers import manifests, shell
+    from slimectl.launchers.job import job_of
+    from slimectl.planner.placement import Placement
+
+    complete = {"image": "image", "claim": "claim", "gpu_type": "H100"}
+    own = settings.launch.model_copy(update={k: v for k, v in complete.items() if getattr(settings.launch, k) is None})
+    settings = settings.model_copy(update={"launch": own})
+    job = job_of(settings, ("quickstart",), place.folder, Placement(actor_gpus_per_node=8))
+    text = shell.slurm_script(job) + manifests.ray_job_manifest(job) + manifests.sky_task(job)
+    return text.splitlines()
+
+
 def served(place: Workplace, settings: Settings) -> Lines:
     """Servers that would be started: specifications, command lines, environments, who watches them, their router."""
     from slimectl.executors.local import LocalExecutor
