@@ -6,6 +6,7 @@ import difflib
 import re
 import textwrap
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from slimectl.errors import SettingsError
@@ -50,17 +51,23 @@ def load(name: str) -> Template:
 
 def described(settings: str) -> str:
     """Return a settings file with the first sentence of the manual above every key."""
-    from slimectl.settings.reference import entries
-
-    texts: dict[str, str] = {}
-    for entry in entries():
-        texts.setdefault(re.sub(r"^algorithm\.\w+\.", "algorithm.", entry.key), entry.text)
     lines, section = [], ""
     for line in settings.splitlines():
         if header := re.match(r"\[(\w+)\]", line):
             section = header[1]
         elif key := re.match(r"(\w+) = ", line):
-            first_sentence = re.split(r"(?<=\.)\s", texts[f"{section}.{key[1]}"])[0]
+            first_sentence = re.split(r"(?<=\.)\s", _manual()[f"{section}.{key[1]}"])[0]
             lines += textwrap.wrap(first_sentence, COLUMNS, initial_indent="# ", subsequent_indent="# ")
         lines.append(line)
     return "\n".join(lines) + "\n"
+
+
+@cache
+def _manual() -> dict[str, str]:
+    """Return the description of every setting by key. Keys of all algorithms are `algorithm.KEY`."""
+    from slimectl.settings.reference import entries
+
+    texts: dict[str, str] = {}
+    for entry in entries():
+        texts.setdefault(re.sub(r"^algorithm\.\w+\.", "algorithm.", entry.key), entry.text)
+    return texts
