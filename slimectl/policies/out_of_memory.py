@@ -264,7 +264,7 @@ class MeasuresPacks(ABC):
             for optimizer in self._optimizers()
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if parameter.device == self.device and not optimizer.state.get(parameter)
+            if parameter.device.type == self.device.type and not optimizer.state.get(parameter)
         )
 
 

@@ -125,3 +125,24 @@ def test_a_step_waits_for_the_gpu_a_few_times_however_many_tokens_it_has(model_d
     counts = [waits(policy, even_rows(count, length)) for count, length in ((4, 16), (4, 200), (12, 200))]
     assert 0 < counts[0] <= MOST_WAITS, counts
     assert counts == [counts[0]] * 3
+
+
+def test_a_pack_that_does_not_fit_is_divided(model_dir: ModelDir):
+    rows = random_rows(groups=400, answers=8)
+    policy = new_policy(model_dir("qwen3"), device=DEVICE, max_tokens_per_pack=2**20)
+    assert 0 < policy.measure_pack(rows, Clipped(), 2**20) <= 1
+    policy.limit_packs(2**20)
+    torch.cuda.reset_peak_memory_stats()
+    expected = policy.forward_backward(rows, Clipped())
+    norm = policy.optim_step()["grad_norm"]
+    limited = new_policy(model_dir("qwen3"), device=DEVICE, max_tokens_per_pack=2**20)
+    share = 0.6 * torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(share)
+    try:
+        found = limited.forward_backward(rows, Clipped())
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert limited.fitter.planning.max_tokens_per_pack < 2**20
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert limited.optim_step()["grad_norm"] == pytest.approx(norm, rel=1e-5)
