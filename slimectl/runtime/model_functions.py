@@ -25,7 +25,7 @@ from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import NO_PROGRESS, Critic, Engine, Policy, Progress, WeightReceiver
 from slimectl.runtime import builders
 from slimectl.runtime.capacity import estimated_pack, with_pack_tokens
-from slimectl.runtime.pack_probe import fit_packs
+from slimectl.runtime.memory_fit import fit_packs
 from slimectl.runtime.recorder import load_state
 from slimectl.settings import Settings
 from slimectl.stages.advantages import Models

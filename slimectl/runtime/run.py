@@ -23,8 +23,7 @@ from slimectl.runtime import builders
 from slimectl.runtime.evaluator import Evaluator
 from slimectl.runtime.grace import GracePeriod, RoundAbandoned
 from slimectl.runtime.machine import environment
-from slimectl.runtime.memory_fit import MemoryFit
-from slimectl.runtime.pack_probe import fit_packs
+from slimectl.runtime.memory_fit import MemoryFit, fit_packs
 from slimectl.runtime.recorder import RunRecorder
 from slimectl.runtime.report_loop import ReportLoop, Reports, abandonment
 from slimectl.runtime.rounds import RecordedRounds, SampledRounds

@@ -64,7 +64,7 @@ def test_inspect_says_what_a_run_a_model_a_folder_and_samples_are(tmp_path: Path
     (run / "step_000002").mkdir(parents=True)
     (run / "run.toml").touch()
     metrics = [{"rollout/raw_reward": 0.25}, {"eval/a_accuracy": 0.5}, {"rollout/raw_reward": 0.75}]
-    written = [json.dumps({"rollout_id": i, "metrics": each}) for i, each in enumerate(metrics)]
+    written = [json.dumps({"step": i, "rollout_id": i, "metrics": each}) for i, each in enumerate(metrics)]
     (run / "metrics.jsonl").write_text("\n".join(written) + '\n{"rollout_id": 3')
     found = json.loads(output("inspect", str(run), "--json"))
     assert (found["kind"], found["rounds"], found["points"]) == ("run", 2, [[0, 0.25], [2, 0.75]])

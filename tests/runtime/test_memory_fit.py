@@ -18,8 +18,7 @@ from slimectl.checkpoints.hf import HFCheckpoint
 from slimectl.policies.fsdp.policy import FsdpCritic
 from slimectl.policies.options import TrainerOptions
 from slimectl.runtime.capacity import estimated_pack
-from slimectl.runtime.memory_fit import MemoryFit
-from slimectl.runtime.pack_probe import TARGET, _losses, largest_fitting, probe_rows
+from slimectl.runtime.memory_fit import TARGET, MemoryFit, _losses, largest_fitting, probe_rows
 from slimectl.settings import Settings
 from slimectl.settings.layers import from_assignments
 from slimectl.settings.loading import resolve

@@ -44,11 +44,12 @@ def test_rows_that_wait_in_an_older_checkpoint_keep_their_loss_weights(tmp_path:
 
 
 class Weightless:
-    """A policy whose checkpoint is an empty folder."""
+    """A policy whose checkpoint is an empty file."""
 
     weight_version = "3"
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path) -> None:
+        (folder / "model").touch()
 
 
 def test_a_checkpoint_has_all_of_the_training_state(tmp_path: Path):
