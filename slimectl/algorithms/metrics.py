@@ -168,6 +168,8 @@ def _duplicates(responses: Sequence[str]) -> int:
 def repeated_ngrams(sequences: Sequence[Sequence[int]], n: int = NGRAM) -> float:
     """Return the share of the n-grams of all sequences that occurred before in their sequence.
 
+    seq-rep-n of Welleck et al. 2019, arXiv:1908.04319, over all sequences together.
+
     >>> repeated_ngrams([[1, 2, 1, 2, 1, 2]], n=2)  # 12 21 12 21 12, of which three occurred before
     0.6
     """

@@ -151,7 +151,9 @@ def plan(context: typer.Context, options: PlanOptions, common: CommonOptions) ->
     if options.placement:
         from slimectl.cli.plan_placement import show_placement
 
-        show_placement(common.resolve().settings, on_gpu=options.device == "cuda", as_json=options.as_json)
+        show_placement(
+            with_card(common.resolve().settings, options.card), on_gpu=options.device == "cuda", as_json=options.as_json
+        )
         return
     from slimectl.planner import plan as estimates
     from slimectl.planner.search import USABLE

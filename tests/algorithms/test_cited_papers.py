@@ -49,6 +49,8 @@ OURS = {
     "pass_k_values": "the k that are reported",
     "preference_pairs": "a choice of pairs, not an estimate",
     "rollout_metrics": "counts and means",
+    "response_metrics": "counts, and functions that cite",
+    "correlation_within": "Pearson's correlation",
     "round_robin": "a way of dealing",
     "causal_convolution": "a convolution",
     "l2_normalize": "a Euclidean norm",

@@ -5,10 +5,12 @@ import pytest
 
 from slimectl.algorithms.metrics import (
     agent_metrics,
+    correlation_within,
     count_failures,
     environment_metrics,
     mean_and_spread,
     quantiles,
+    repeated_ngrams,
     response_metrics,
     rollout_metrics,
     standard_deviation,
@@ -142,3 +144,15 @@ def test_responses_are_compared_within_groups():
     assert correlation == pytest.approx(-1 / (8 * 7 / 6) ** 0.5)
     assert response_metrics(varied, [1.0] * 5)["rollout/length_reward_correlation"] == 0.0
     assert response_metrics(samples[2:], [1.0]) == {"rollout/ngram_repetition": 0.0}
+
+
+def test_repeated_ngrams_of_two_sequences_by_hand():
+    # 12 23 are distinct, 11 11 11 is one: 3 of 5 are distinct.
+    assert repeated_ngrams([[1, 2, 3], [1, 1, 1, 1]], n=2) == pytest.approx(0.4)
+    assert repeated_ngrams([[1, 2, 3]], n=4) == 0.0
+
+
+def test_correlation_within_groups_by_hand():
+    # Deviations (-1, -.5) (1, .5) and (-2, 0) (0, -1) (2, 1): products 3, squares 10 and 2.5, so 3 / sqrt(25).
+    groups = [[(0.0, 0.0), (2.0, 1.0)], [(0.0, 1.0), (2.0, 0.0), (4.0, 2.0)]]
+    assert correlation_within(groups) == pytest.approx(0.6)

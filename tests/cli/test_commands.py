@@ -22,7 +22,7 @@ from slimectl.cli.app import app
 COMMANDS = [
     ["run"], ["rollout"], ["score"], ["train"], ["eval"], ["convert"], ["serve"], ["inspect"], ["metrics"], ["models"],
     ["plan"], ["doctor"], ["bench"], ["completion"], ["ask"], ["chat"], ["view"], ["report"], ["runs"], ["diff"],
-    ["diagnose"], ["sweep"],
+    ["diagnose"], ["sweep"], ["launch"],
     ["settings", "show"], ["settings", "validate"], ["settings", "schema"], ["settings", "explain"],
     ["settings", "from"], ["init"],
 ]  # fmt: skip
