@@ -18,6 +18,7 @@ from slimectl.cli.viewer.run_table import seed_groups
 from slimectl.data.atomic_replace import storage_errors
 from slimectl.data.metrics_catalogue import CATALOGUE
 from slimectl.errors import MissingExtraError, SettingsError
+from slimectl.system.stdio import quantity
 
 FORMATS = {".png": "png", ".svg": "svg"}
 AXES = {"step": "optimizer step", "round": "round", "time": "seconds"}
@@ -85,7 +86,8 @@ def draw_runs(paths: Sequence[Path], file: Path, *, metrics: Sequence[str] = (),
     with storage_errors(file):
         file.write_bytes(drawn)
     omitted = f", {len(charts) - MAX_CHARTS} omitted (choose with --metric)" if len(charts) > MAX_CHARTS else ""
-    return f"{file}: {min(len(charts), MAX_CHARTS)} charts of {len(library.runs)} runs{omitted}"
+    drawn = quantity(min(len(charts), MAX_CHARTS), "chart")
+    return f"{file}: {drawn} of {quantity(len(library.runs), 'run')}{omitted}"
 
 
 def charts_of(runs: Sequence[RunSource], *, metrics: Sequence[str] = (), axis: str = "step") -> list[Chart]:
