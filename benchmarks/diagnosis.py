@@ -35,7 +35,7 @@ WORDS = f"{TASK}?seed=1&size=50000&max_word_len=4"
 HEALTHY: dict[str, str] = {
     "plain": "",
     "64 prompts": "run.rollout_batch_size=64",
-    "group of 4": "rollout.n_samples_per_prompt=4",
+    "group of 4": "rollout.n_samples_per_prompt=4 train.lr=2.5e-4",
     "group of 16": "rollout.n_samples_per_prompt=16 run.rollout_batch_size=16",
     "constant learning rate": "train.lr_decay_style=constant",
     "half the learning rate": "train.lr=2.5e-4",
@@ -50,7 +50,7 @@ HEALTHY: dict[str, str] = {
     "four steps a round": "train.num_steps_per_rollout=4",
     "16 prompts": "run.rollout_batch_size=16",
     "dr_grpo": "algorithm.name=dr_grpo",
-    "cispo": "algorithm.name=cispo train.num_steps_per_rollout=2",
+    "cispo": "algorithm.name=cispo train.num_steps_per_rollout=2 train.lr=2.5e-4",
     "evaluation every 5 rounds": "eval.interval=5",
     "entropy bonus": "algorithm.entropy_coef=1e-3",
     "own warm-up": "",
@@ -69,14 +69,14 @@ HEALTHY: dict[str, str] = {
     "two rounds ahead": "run.async_level=2",
     "temperature 0.8": "rollout.temperature=0.8",
     "top-p 0.95": "rollout.top_p=0.95",
-    "longer words": f"rollout.data={WORDS.replace('len=4', 'len=5')}",
+    "longer words": f"rollout.data={WORDS.replace('len=4', 'len=5')} train.lr=1e-4",
     "500 words": f"rollout.data={WORDS.replace('50000', '500')}",
     "exact": "score.rm_type=exact",
     "filter": "rollout.dynamic_sampling_filter_path=slimectl.stages.filters:nonzero_std",
     "all groups kept": "algorithm.drop_zero_std_groups=false",
     "importance sampling": "algorithm.use_tis=true",
     "checkpoint every 10 rounds": "run.save_interval=10 run.async_save=true",
-    "partial rollouts": "rollout.partial_rollout=true rollout.over_sampling_batch_size=80",
+    "partial rollouts": "rollout.partial_rollout=true rollout.over_sampling_batch_size=40",
     "muon": "train.optimizer=muon train.lr=1e-3",
     "weight decay": "train.weight_decay=0.1",
     "lora": "train.lora_rank=8 train.lr=2e-3",
@@ -489,6 +489,8 @@ def judge(out: Path, seed: int) -> list[str]:
         runs = [done.parent for done in sorted((out / name).glob("*/done"))]
         alarms = {run.name: reports for run in runs if (reports := reports_of(run))}
         worse = {run.name for run in runs if got_worse(run)}
+        if not runs:
+            continue
         lines.append(
             f"- {what}: {len(alarms.keys() - worse)} of {len(runs) - len(worse)} have a finding. "
             f"{len(worse)} more got worse, {len(alarms.keys() & worse)} of them with a finding."
