@@ -398,6 +398,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of the runs to make, separated by semicolons")
     parser.add_argument("--judge", action="store_true", help="make no run, only judge those in the folder")
     parser.add_argument("--page", action="store_true", help="write the tables into docs/diagnosis.md")
+    parser.add_argument("--records", action="store_true", help="write the records of three runs for the tests")
     options = parser.parse_args()
     out = options.out.absolute()
     for name in options.sets.split(",") if not options.judge else ():
@@ -406,8 +407,8 @@ def main() -> None:
     print("\n".join(lines))
     if options.page:
         write_page(lines)
-        runs = [out / name for name in KEPT_RUNS]
-        KEPT.write_text(json.dumps({run.name: columns_of(run) for run in runs}) + "\n", encoding="utf-8")
+    if options.records:
+        KEPT.write_text(json.dumps({run: columns_of(out / run) for run in KEPT_RUNS}) + "\n", encoding="utf-8")
 
 
 def make_runs(name: str, out: Path, seed: int, *, only: set[str]) -> None:

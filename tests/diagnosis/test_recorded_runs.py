@@ -1,4 +1,4 @@
-"""Findings in recorded runs, with their noise. `python benchmarks/diagnosis.py --page` writes recorded.json."""
+"""Findings in recorded runs, with their noise. `python benchmarks/diagnosis.py --records` writes recorded.json."""
 
 from __future__ import annotations
 
@@ -42,13 +42,18 @@ def reported(name: str, **settings: Any) -> dict[str, int]:
 
 
 def test_a_healthy_run_has_no_findings():
-    assert reported("055_evaluation_every_5_rounds") == {}
+    assert reported("healthy/055_evaluation_every_5_rounds") == {}
 
 
 def test_gaming_is_found_when_the_evaluation_falls_and_responses_grow():
-    assert reported("reward_is_gamed") == {"evaluation-collapse": 5, "truncation": 9, "length-growth": 10, "gaming": 10}
+    assert reported("faults/reward_is_gamed") == {
+        "evaluation-collapse": 5,
+        "truncation": 9,
+        "length-growth": 10,
+        "gaming": 10,
+    }
 
 
 def test_weights_that_never_reach_the_engine_make_samples_stale():
     # They are not pushed after round 20, and the evaluation of round 20 was the last one that pushed them.
-    assert reported("weights_never_pushed", sync__update_weights_interval=1000)["staleness"] == 28
+    assert reported("faults/weights_never_pushed", sync__update_weights_interval=1000)["staleness"] == 28
