@@ -86,8 +86,8 @@ def draw_runs(paths: Sequence[Path], file: Path, *, metrics: Sequence[str] = (),
     with storage_errors(file):
         file.write_bytes(drawn)
     omitted = f", {len(charts) - MAX_CHARTS} omitted (choose with --metric)" if len(charts) > MAX_CHARTS else ""
-    drawn = quantity(min(len(charts), MAX_CHARTS), "chart")
-    return f"{file}: {drawn} of {quantity(len(library.runs), 'run')}{omitted}"
+    number = quantity(min(len(charts), MAX_CHARTS), "chart")
+    return f"{file}: {number} of {quantity(len(library.runs), 'run')}{omitted}"
 
 
 def charts_of(runs: Sequence[RunSource], *, metrics: Sequence[str] = (), axis: str = "step") -> list[Chart]:
