@@ -51,8 +51,8 @@ RATIO_LARGE = 100.0
 """Largest importance ratio of a trained token. Healthy tiny runs with four steps per round reach 60."""
 SPIKE = 10.0
 """Times the median gradient norm of the rounds before. Healthy rounds stay within a factor of 3."""
-SPIKES, SPIKE_WINDOW = 2, 20
-"""Spikes in a window of rounds that make a finding. One is bad luck, and gradients are clipped."""
+SPIKES, SPIKE_WINDOW = 3, 20
+"""Spikes in a window of rounds that make a finding. Fewer are bad luck: late in a run few groups have a gradient."""
 HUGE_SPIKE = 100.0
 """Times the median that makes a finding at once."""
 GRADIENT_GROWTH = 8.0

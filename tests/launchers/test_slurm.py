@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,7 +94,6 @@ class Slurm:
         self.until(lambda: (folder / "munge.socket").exists())
         self.daemons.append(self.start("slurmctld", "-D"))
         self.nodes = {name: self.start("slurmd", "-D", "-N", name) for name in ("node1", "node2")}
-        self.until(lambda: self("sinfo", "-h", "-o", "%T %D").split() == ["idle", "2"])
 
     def start(self, *command: str) -> subprocess.Popen[bytes]:
         log = (self.folder / f"{command[0]}.out").open("ab")
@@ -102,9 +103,10 @@ class Slurm:
         return subprocess.run(command, env=self.environment, capture_output=True, text=True).stdout
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition. The test's own time limit ends it."""
+        """Wait for a condition. A job that failed, or the test's own time limit, ends the test."""
         while not condition():
             time.sleep(0.05)
+            assert "FAILED" not in self("squeue", "--all", "--states=all", "--noheader", "--format=%T")
 
     def job(self, number: str, field: str) -> str:
         words = self("scontrol", "show", "job", number).split()
@@ -152,9 +154,10 @@ def test_a_job_survives_its_time_limit_and_a_lost_node(slurm: Slurm, tmp_path: P
     slurm.environment |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "slimectl"
-    program.write_text(f'#!/bin/bash\nexec {workshop.command()[0]} -m slimectl "$@"\n')
+    program.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} -m slimectl "$@"\n')
     program.chmod(0o755)
 
+    slurm.until(lambda: slurm("sinfo", "-h", "-o", "%T %D").split() == ["idle", "2"])
     number = slurm("sbatch", "--parsable", f"--chdir={tmp_path}", str(tmp_path / "job.sh")).strip()
     slurm.until((tmp_path / "waiting").exists)
     assert slurm.job(number, "JobState") == "RUNNING"

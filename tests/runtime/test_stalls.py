@@ -184,7 +184,7 @@ def test_progress_of_any_process_and_reading_a_model_end_the_silence(tmp_path: P
 
 def test_a_step_of_this_process_ends_the_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     watch = watch_of(tmp_path)
-    monkeypatch.setattr(watch, "_look", lambda: [])  # servers of other tests are children of this process
+    monkeypatch.setattr(watch, "_look", list)  # servers of other tests are children of this process
     assert watch._silence(OTHER_MINUTES) == 1.0
     note_progress()
     assert watch._silence(OTHER_MINUTES) == 0.0
