@@ -83,7 +83,7 @@ FAULTS: list[tuple[str, Fault, int, str, dict[str, Any]]] = [
     ("kl-growth", lambda n: {"train/kl_loss": 0.1 * (n - 20) ** 1.5}, 30, "keeps rising", {}),
     ("kl-growth", {"train/approxkl": 0.6}, 23, "0.6 nat² per token", {}),
     ("ratio-growth", {"train/ratio_max": 300.0}, 23, "300 times as likely", {}),
-    ("gradient-spikes", lambda n: {"train/grad_norm": 30.0 if n % 4 == 0 else 1.0}, 28, "up to 30, 30 times", {}),
+    ("gradient-spikes", lambda n: {"train/grad_norm": 30.0 if n % 4 == 0 else 1.0}, 32, "up to 30, 30 times", {}),
     ("clip-fraction", {"train/pg_clipfrac": 0.4}, 23, "40% of the tokens", {}),
     ("clip-fraction", {"train/ratio_high_clipfrac": 0.5, "train/ratio_low_clipfrac": 0.4}, 23, "90%", {}),
     ("learning-rate-zero", {"train/lr": 0.0}, 22, "is 0, and 18 rounds remain", {}),
