@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.engines.api_keys import ServerKeys
-from slimectl.engines.supervisor.bootstrap.hidden_keys import FLAGS, KEYS
+from slimectl.engines.supervisor.bootstrap.hidden_keys import FLAGS, KEYS, joined
 from slimectl.errors import BackendError, SettingsError
 from slimectl.system.redaction import is_secret_name
 
@@ -78,7 +78,7 @@ class InstalledServer:
         secret = {field: value for field, value in args.items() if is_secret_name(field)}
         flags = [flag for field, flag in defaults.items() if field not in args]
         hidden = {FLAGS: json.dumps(self.flags(secret, python)), KEYS: json.dumps([keys.api_key, keys.admin_api_key])}
-        return [*flags, *self.flags(public, python)], hidden
+        return joined([*flags, *self.flags(public, python)]), hidden
 
     def command(self, python: str, arguments: Sequence[str], host: str, port: int) -> list[str]:
         """Return the command that starts a server. -E ignores our PYTHONPATH, which is not meant for another Python."""

@@ -86,6 +86,8 @@ def test_flags_and_keys_go_behind_the_command_line(monkeypatch: pytest.MonkeyPat
     assert hidden_keys.flags({"api_key"}) == ["--api-key", "a"]
     monkeypatch.setenv(hidden_keys.FLAGS, json.dumps(["--api-key", "c"]))
     assert hidden_keys.flags(known) == ["--api-key", "c", "--admin-api-key", "b"]
+    monkeypatch.setenv(hidden_keys.KEYS, json.dumps([None, "-b"]))  # a random key may begin with a dash
+    assert hidden_keys.flags(known) == ["--api-key", "c", "--admin-api-key=-b"]
 
 
 def test_the_log_of_a_server_shows_none_of_them():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from typing import Any
 
 FLAGS, KEYS = "SLIMECTL_FLAGS", "SLIMECTL_KEYS"
@@ -23,7 +24,24 @@ def flags(fields: Collection[str]) -> list[str]:
         flag = f"--{field.replace('_', '-')}"
         if key and field in fields and flag not in arguments:
             arguments += [flag, key]
-    return arguments
+    return joined(arguments)
+
+
+def joined(arguments: Iterable[str]) -> list[str]:
+    """Return the arguments, with a value that begins with a dash joined to its flag.
+
+    argparse takes such a value for a flag, unless it is a number. One in 64 random keys begins with a dash.
+
+    >>> joined(["--admin-api-key", "-x7", "--port", "1", "--bias", "-2.5"])
+    ['--admin-api-key=-x7', '--port', '1', '--bias', '-2.5']
+    """
+    words: list[str] = []
+    for word in arguments:
+        if words and words[-1].startswith("--") and re.match(r"-(?!-|\d+$|\d*\.\d+$)", word):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
 
 
 def mask_logs() -> None:
