@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -144,6 +145,17 @@ def pytest_sessionfinish() -> None:
     """End it where the session is broken off before that; leave objects that the interpreter's end frees anyway."""
     machines.stop()
     gc.freeze()  # or pytest would look at all of them five times, for what they could warn of
+
+
+def _is_not_of_asyncio(record: logging.LogRecord) -> bool:
+    return record.name != "asyncio"
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """caplog without what asyncio logs about the servers of earlier tests, at any time when garbage is collected."""
+    caplog.handler.addFilter(_is_not_of_asyncio)
+    return caplog
 
 
 @pytest.fixture(scope="session")

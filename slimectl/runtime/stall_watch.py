@@ -141,7 +141,8 @@ class StallWatch:
         self._own_count = count
         if count != previous_count:
             return 0.0
-        views = [replace(view, name=OWN_NAME) for view in look_at([os.getpid()])] + self._look()
+        own = [replace(view, name=OWN_NAME, progress=0) for view in look_at([os.getpid()])]  # its count is read above
+        views = own + self._look()
         earlier, self._views = self._views, {(view.machine, view.pid): view for view in views}
         if earlier is None:
             return 1.0
