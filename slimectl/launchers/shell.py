@@ -25,8 +25,8 @@ sys.exit(f"Ray at {address}: {count} machines have not joined within 10 minutes"
 
 def local_script(job: Job, *, options: Sequence[str] = ()) -> str:
     """Return a script that starts the run on this machine with more options, or resumes it."""
-    words = "".join(f" {shlex.quote(option)}" for option in options)
-    return "\n".join(["#!/bin/bash", "set -euo pipefail", *prelude(job), f'exec "${{command[@]}}"{words}', ""])
+    suffix = "".join(f" {shlex.quote(option)}" for option in options)
+    return "\n".join(["#!/bin/bash", "set -euo pipefail", *prelude(job), f'exec "${{command[@]}}"{suffix}', ""])
 
 
 def ray_script(job: Job) -> str:

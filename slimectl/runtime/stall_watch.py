@@ -141,8 +141,10 @@ class StallWatch:
         self._own_count = count
         if count != previous_count:
             return 0.0
-        own = [replace(view, name=OWN_NAME, progress=0) for view in look_at([os.getpid()])]  # its count is read above
-        views = own + self._look()
+        this_process = [
+            replace(view, name=OWN_NAME, progress=0) for view in look_at([os.getpid()])
+        ]  # its count is read above
+        views = this_process + self._look()
         earlier, self._views = self._views, {(view.machine, view.pid): view for view in views}
         if earlier is None:
             return 1.0

@@ -35,13 +35,13 @@ def joined(arguments: Iterable[str]) -> list[str]:
     >>> joined(["--admin-api-key", "-x7", "--port", "1", "--bias", "-2.5"])
     ['--admin-api-key=-x7', '--port', '1', '--bias', '-2.5']
     """
-    words: list[str] = []
+    result: list[str] = []
     for word in arguments:
-        if words and words[-1].startswith("--") and re.match(r"-(?!-|\d+$|\d*\.\d+$)", word):
-            words[-1] += f"={word}"
+        if result and result[-1].startswith("--") and re.match(r"-(?!-|\d+$|\d*\.\d+$)", word):
+            result[-1] += f"={word}"
         else:
-            words.append(word)
-    return words
+            result.append(word)
+    return result
 
 
 def mask_logs() -> None:
