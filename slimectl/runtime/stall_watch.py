@@ -141,9 +141,8 @@ class StallWatch:
         self._own_count = count
         if count != previous_count:
             return 0.0
-        this_process = [
-            replace(view, name=OWN_NAME, progress=0) for view in look_at([os.getpid()])
-        ]  # its count is read above
+        # The count of this process is read above.
+        this_process = [replace(view, name=OWN_NAME, progress=0) for view in look_at([os.getpid()])]
         views = this_process + self._look()
         earlier, self._views = self._views, {(view.machine, view.pid): view for view in views}
         if earlier is None:
