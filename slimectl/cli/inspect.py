@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,43 @@ from slimectl.system import stdio
 from slimectl.system.model_files import follow_links
 
 
+@dataclass
+class OutputFiles:
+    """Files that `slimectl inspect` writes about runs instead of printing: curves, or a trace of the timeline."""
+
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the curves of runs as FILE.png or FILE.svg")
+    ] = None
+    metric: Annotated[
+        list[str] | None,
+        typer.Option("--metric", metavar="NAME", help="Metric to draw, or part of its name (repeatable)"),
+    ] = None
+    axis: Annotated[str, typer.Option("--axis", help="x axis of --plot: step, round or time")] = "step"
+    perfetto: Annotated[
+        Path | None,
+        typer.Option("--perfetto", metavar="FILE", help="Write a run's timeline as JSON for ui.perfetto.dev"),
+    ] = None
+
+    def write(self, paths: list[Path], *, force: bool) -> bool:
+        """Write the file that was asked for, and print a line about it. Return whether there was one."""
+        if self.plot is None and self.metric:
+            raise SettingsError("--metric: chooses what --plot draws. Add --plot FILE.png")
+        file = self.plot or self.perfetto
+        if file is None:
+            return False
+        if file.exists() and not force:
+            raise SettingsError(f"{file}: already exists. Add --force to replace it")
+        if self.plot is not None:
+            from slimectl.cli.plot import draw_runs
+
+            stdio.note(draw_runs(paths, self.plot, metrics=self.metric or [], axis=self.axis))
+        else:
+            from slimectl.cli.perfetto import write_trace
+
+            stdio.note(write_trace(paths[0], file))
+        return True
+
+
 @with_options(
     "paths rows condition sort prompt follow diff explain color_by mask plot metric axis perfetto model",
     SETTINGS,
@@ -22,6 +60,7 @@ from slimectl.system.model_files import follow_links
 def inspect(
     options: CommonOptions,
     selection: Selection,
+    output: OutputFiles,
     paths: Annotated[
         list[Path],
         typer.Argument(metavar="PATH…", help="A run, a round's folder, a samples file, or a folder with a manifest"),
@@ -37,18 +76,6 @@ def inspect(
     mask: Annotated[
         bool, typer.Option("--mask", help="Show trained tokens in green, or in [[ ]] without colours")
     ] = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the curves of runs as FILE.png or FILE.svg")
-    ] = None,
-    metric: Annotated[
-        list[str] | None,
-        typer.Option("--metric", metavar="NAME", help="Metric to draw, or part of its name (repeatable)"),
-    ] = None,
-    axis: Annotated[str, typer.Option("--axis", help="x axis of --plot: step, round or time")] = "step",
-    perfetto: Annotated[
-        Path | None,
-        typer.Option("--perfetto", metavar="FILE", help="Write a run's timeline as JSON for ui.perfetto.dev"),
-    ] = None,
 ) -> None:
     """Summarize a run, samples file or model directory, and show samples.
 
@@ -70,28 +97,18 @@ def inspect(
         "--diff": diff,
         "--prompt": prompt is not None,
         "--follow": follow,
-        "--plot": plot is not None,
-        "--perfetto": perfetto is not None,
+        "--plot": output.plot is not None,
+        "--perfetto": output.perfetto is not None,
     }
     _check(paths, [name for name, is_set in modes.items() if is_set], selection)
-    if plot is None and metric:
-        raise SettingsError("--metric: chooses what --plot draws. Add --plot FILE.png")
     if mask and selection.as_json:
         raise SettingsError("--mask and --json cannot be combined. With --json, a sample's mask is its loss_mask")
     paths = [follow_links(path) for path in paths]
     path = paths[0]
     selection.model = options.model
-    if (file := plot or perfetto) is not None and file.exists() and not options.force:
-        raise SettingsError(f"{file}: already exists. Add --force to replace it")
-    if perfetto is not None:
-        from slimectl.cli.perfetto import write_trace
-
-        stdio.note(write_trace(path, perfetto))
-    elif plot is not None:
-        from slimectl.cli.plot import draw_runs
-
-        stdio.note(draw_runs(paths, plot, metrics=metric or [], axis=axis))
-    elif mask:
+    if output.write(paths, force=options.force):
+        return
+    if mask:
         inspect_views.show_masks(path, selection.rows, options.resolve().settings)
     elif diff:
         from slimectl.cli import comparison
