@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import shutil
 import textwrap
 from collections import Counter
@@ -318,15 +319,16 @@ def _warning_lines(run: dict[str, Any]) -> Iterator[str]:
 
 
 def _next_lines(path: Path, run: dict[str, Any]) -> Iterator[str]:
-    yield _named("next", f"slimectl view {path}")
+    name = shlex.quote(str(path))
+    yield _named("next", f"slimectl view {name}")
     if run["findings"]:
-        yield _named("", f"slimectl diagnose {path}")
+        yield _named("", f"slimectl diagnose {name}")
     if run["state"] == "running":
-        yield _named("", f"slimectl inspect {path} --follow")
+        yield _named("", f"slimectl inspect {name} --follow")
     elif run["state"] == "stopped" and run["rounds"]:
-        yield _named("", f"slimectl run --resume {path}")
+        yield _named("", f"slimectl run --resume {name}")
     if run["samples_files"]:
-        yield _named("", f"slimectl inspect {path} --sort reward --explain")
+        yield _named("", f"slimectl inspect {name} --sort reward --explain")
 
 
 def duration(seconds: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -134,7 +135,7 @@ class Diagnosis:
             yield trace.finding
 
     def _finding(self, detector: Detector, observation: Observation) -> Finding:
-        run = str(self.history.folder)
+        run = shlex.quote(str(self.history.folder))
 
         def filled(*texts: str) -> tuple[str, ...]:
             return tuple(text.replace("{run}", run) for text in dict.fromkeys(texts))

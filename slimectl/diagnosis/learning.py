@@ -11,6 +11,7 @@ from slimectl.diagnosis.detector import Observation
 from slimectl.diagnosis.history import History, Series, gain, significant
 
 REWARD = "rollout/raw_reward"
+ENTROPY = "rollout/entropy"
 COLLAPSE_WINDOW = 3
 """Rounds over which rewards are averaged to find a collapse."""
 
@@ -32,6 +33,8 @@ def _lack_of_signal(run: History) -> Observation:
     title = f"No learning signal: every reward is {low:g}"
     if low >= _success(run):
         return Observation(title, evidence, ("The prompts are too easy",), (EASY,))
+    if (broken := _broken_policy(run, low)) is not None:
+        return Observation(title, (*evidence, ENTROPY), *broken)
     if run.last("rollout/truncated_ratio") == 1:
         limit = run.setting("rollout.max_response_len")
         cut = f"Every response is cut at rollout.max_response_len = {limit}, before its answer"
@@ -43,6 +46,19 @@ def _lack_of_signal(run: History) -> Observation:
         "slimectl score samples.jsonl -c {run}/run.toml --explain",
     )
     return Observation(title, evidence, commands=commands)
+
+
+def _broken_policy(run: History, low: float) -> tuple[tuple[str], tuple[str]] | None:
+    """Return the cause and the remedy if an update has destroyed the policy: reward and entropy were higher before."""
+    reward, entropy = run.of(REWARD), run.of(ENTROPY)
+    if max(reward.values, default=low) <= low or not len(entropy):
+        return None
+    now, highest = entropy.values[-1], max(entropy.values)
+    if now > limits.ENTROPY_COLLAPSE * highest:
+        return None
+    lr = float(run.setting("train.lr", 0.0))
+    before = f"the reward was {max(reward.values):.3g}, and the entropy {highest:.2g} nat"
+    return (f"An update destroyed the policy: {before}",), (f"Restart with train.lr = {lr / 10:g}",)
 
 
 EASY = "Train on harder prompts, or make the reward stricter"

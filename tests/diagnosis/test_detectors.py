@@ -270,3 +270,21 @@ def test_a_reward_that_was_there_and_is_gone(rewards: list[float], collapse: str
     assert ("reward-collapse" in found) == (collapse is not None)
     if collapse is not None:
         assert collapse in found["reward-collapse"][1].title
+
+
+def test_a_policy_that_one_update_destroyed_names_the_learning_rate():
+    broken = {
+        "rollout/no_signal": 1.0, "rollout/raw_reward": 0.0, "rollout/min_reward": 0.0, "rollout/max_reward": 0.0,
+        "rollout/entropy": 0.0, "rollout/truncated_ratio": 1.0,
+    }  # fmt: skip
+    _, finding = begun(records(broken))["no-signal"]
+    assert finding.causes[0] == "An update destroyed the policy: the reward was 0.504, and the entropy 1 nat"
+    assert finding.remedies[0] == "Restart with train.lr = 1e-05"
+    _, same_entropy = begun(records(broken | {"rollout/entropy": 0.9}))["no-signal"]  # as with a wrong label
+    assert same_entropy.remedies[0] == "Raise rollout.max_response_len, or ask for shorter responses"
+
+
+def test_commands_quote_a_folder_with_blanks():
+    diagnosis = Diagnosis(SETTINGS, Path("my runs/a"))
+    findings = [finding for line in records(NO_SIGNAL) for finding in diagnosis.observe(line)]
+    assert findings[0].commands[0] == "slimectl inspect 'my runs/a' --sort reward --explain"
