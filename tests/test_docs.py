@@ -86,6 +86,11 @@ def test_a_page_has_at_most_250_lines_unless_it_is_generated(page: Path):
     assert len(text.splitlines()) <= 250 or "<!-- tables -->" in text
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_page_has_conflict_markers_of_a_merge(page: Path):
+    assert not re.search(r"^(<{7}|>{7}) ", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
 def test_the_floors_of_the_architecture_page_are_those_of_the_test():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (.+) \|$", text, flags=re.MULTILINE)
