@@ -24,7 +24,10 @@ class HostMemory:
         """Pinned buffers, which are costly to allocate, by the storage that they belong to."""
 
     def sleep(self, tensors: Iterable[Tensor], *, scratch: Iterable[Tensor] = ()) -> None:
-        """Move `tensors` to the host. `scratch` tensors use no memory while asleep, and return as zeros."""
+        """Move `tensors` to the host. `scratch` tensors use no memory while asleep, and return as zeros.
+
+        Those that are already there stay there.
+        """
         for keeps_values, group in ((True, tensors), (False, scratch)):
             for tensor in group:
                 storage = tensor.untyped_storage()
@@ -38,6 +41,14 @@ class HostMemory:
         """Move everything back."""
         while self.asleep:
             _restore(*self.asleep.pop())
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """Return the values of a tensor for reading: the tensor itself, or those on the host while it is asleep."""
+        storage = tensor.untyped_storage()
+        copy = None if storage.nbytes() else self._buffers.get(storage._cdata)
+        if copy is None:
+            return tensor
+        return torch.empty(0, dtype=tensor.dtype).set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -75,4 +86,5 @@ def _restore(storage: torch.UntypedStorage, size: int, copy: torch.UntypedStorag
 def _release() -> None:
     """Return freed memory to the GPU, because engines run in other processes."""
     if torch.cuda.is_available():
+        torch.cuda.ipc_collect()  # messages of a push that engines have closed by now
         torch.cuda.empty_cache()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,32 +59,26 @@ class StreamSaver:
         """Return everything to save, as it is now."""
         raise NotImplementedError
 
-    def _awake(self) -> AbstractContextManager[None]:
-        """Put sleeping weights on the device within the block."""
-        raise NotImplementedError
-
     def save(self, path: Path) -> None:
         """Write weights as a Hugging Face directory, with the trainer's state in a subfolder.
 
         Adapters are merged into the weights, and also written to the folder `adapter` (peft's format).
         """
-        with self._awake():
-            streams = self._streams()
-            if _is_writer():
-                streams.write(path)
-            else:
-                streams.drain()
+        streams = self._streams()
+        if _is_writer():
+            streams.write(path)
+        else:
+            streams.drain()
         if dist.is_available() and dist.is_initialized():
             dist.barrier()
 
     def save_in_background(self, path: Path) -> None:
         """Copy the state to host memory, and write it while training continues. `is_saved` tells when it is done."""
         assert self._writing is None, "the previous save is still being written"
-        with self._awake():
-            streams = self._streams()
-            if not _is_writer():
-                return streams.drain()
-            streams.copy_to_host()
+        streams = self._streams()
+        if not _is_writer():
+            return streams.drain()
+        streams.copy_to_host()
         future = self._writing = Future[None]()
 
         def write() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache, partial
 from itertools import chain, groupby
 from pathlib import Path
@@ -282,14 +281,13 @@ class FsdpTrainer(StreamSaver, MeasuresPacks):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the float32 masters with adapters merged, in checkpoint order."""
         fused = lru_cache(maxsize=LAYER_PARAMETERS)(self._full_tensor)
-        with self._awake():
-            for name, place in self.masters.in_checkpoint:
-                if isinstance(place, Slot):
-                    gather = self._full_tensor if place.index is ... else fused
-                    yield name, self._merged(place.parameter, gather(place.parameter)[place.index].float())
-                    continue
-                fulls = {each: self._merged(each, self._full_tensor(each).float()) for each in place.parameters}
-                yield from self.masters.names.to_published(place, fulls)
+        for name, place in self.masters.in_checkpoint:
+            if isinstance(place, Slot):
+                gather = self._full_tensor if place.index is ... else fused
+                yield name, self._merged(place.parameter, gather(place.parameter)[place.index].float())
+                continue
+            fulls = {each: self._merged(each, self._full_tensor(each).float()) for each in place.parameters}
+            yield from self.masters.names.to_published(place, fulls)
 
     def _merged(self, parameter: str, full: Tensor) -> Tensor:
         """Merge the adapter of a parameter, if it has one."""
@@ -320,10 +318,9 @@ class FsdpTrainer(StreamSaver, MeasuresPacks):
         return layers
 
     def _adapter_tensors(self, layers: Mapping[str, list[tuple[str, str]]]) -> Iterator[tuple[str, Tensor]]:
-        with self._awake():
-            for parameters in layers.values():
-                for name, parameter in parameters:
-                    yield name, self._full_tensor(parameter)
+        for parameters in layers.values():
+            for name, parameter in parameters:
+                yield name, self._full_tensor(parameter)
 
     def consume_adapter(self, consumer: Callable[[Adapter], Any]) -> Any:
         return consumer(self.adapter())
@@ -414,7 +411,6 @@ class FsdpTrainer(StreamSaver, MeasuresPacks):
 
     def sleep(self, *, keep_weights: bool = False) -> None:
         """Implement protocols.Sleeper: move weights (unless they are kept), gradients and moments to the host."""
-        self.memory.wake()
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward pass without gradients leaves the root gathered
@@ -423,10 +419,6 @@ class FsdpTrainer(StreamSaver, MeasuresPacks):
         self.memory.sleep([*moments, *(() if keep_weights else weights)], scratch=self.masters.gradient_sums)
         if self.teacher is not None:
             self.teacher.sleep(keep_weights=keep_weights)
-
-    def _awake(self) -> AbstractContextManager[None]:
-        """Put sleeping weights on the device within the block, which must only read them."""
-        return self.memory.awake() if self.memory.asleep else nullcontext()
 
     def close(self) -> None:
         """Do nothing: all resources end with the process."""
@@ -447,7 +439,7 @@ class FsdpTrainer(StreamSaver, MeasuresPacks):
     def _gather(self, name: str, local: Tensor) -> Tensor:
         """Return the full tensor of `local`, which is sharded like parameter `name`. Collective over all ranks."""
         note_progress()
-        local = local.to(self.device)
+        local = self.memory.value(local).to(self.device)
         if self.masters.mesh is None or name in self.masters.buffers:
             return local
         from torch.distributed.tensor import DTensor
@@ -502,7 +494,7 @@ class FsdpTrainer(StreamSaver, MeasuresPacks):
     def _update_count(self) -> int:
         """Return the number of optimizer updates, without skipped steps."""
         slots = [self.optimizer.state[master] for master in self.masters.trained.values()]
-        return int(slots[0]["step"]) if slots and slots[0] else 0
+        return int(self.memory.value(slots[0]["step"])) if slots and slots[0] else 0
 
     def _moment_shapes(self) -> dict[str, torch.Size]:
         """Return names and shapes of the tensors in OPTIMIZER, in order."""
@@ -516,7 +508,8 @@ class FsdpTrainer(StreamSaver, MeasuresPacks):
     def _moments(self) -> Iterator[tuple[str, Tensor]]:
         def gathered(parameter: str) -> list[Tensor]:
             master = self.masters.trained[parameter]
-            state, moments = self.optimizer.state[master], moments_of(self.optimizer, master)
+            slots, moments = self.optimizer.state[master], moments_of(self.optimizer, master)
+            state = {name: self.memory.value(tensor) for name, tensor in slots.items()}
             names = moment_names(parameter, self.matrices)
             local = [moments.read(state, m).view_as(master) if m in state else torch.zeros_like(master) for m in names]
             return [self._gather(parameter, moment) for moment in local]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,15 +33,20 @@ class Master:
     stop: int = 0
     group: dist.ProcessGroup | None = None
 
-    def read(self, slot: str) -> Tensor:
-        """Read `slot` (PARAM or a moment) in the parameter's shape. Collective over the data ranks that share it."""
+    def read(self, slot: str, value: Callable[[Tensor], Tensor]) -> Tensor:
+        """Read `slot` (PARAM or a moment) in the parameter's shape. Collective over the data ranks that share it.
+
+        `value` returns the values of a tensor that may be asleep (HostMemory.value).
+        """
         local = self._local_part(slot)
+        if local is not None:
+            local = value(local).detach()
         if self.group is None:
             assert local is not None
-            return local.detach()
+            return local.to(self.parameter.device)
         flat = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=self.parameter.device)
         if local is not None:
-            flat[self.start : self.stop] = local.detach()
+            flat[self.start : self.stop] = local
         dist.all_reduce(flat, group=self.group)
         return flat.view(self.parameter.shape)
 

@@ -74,13 +74,18 @@ class DistributedParameters:
 
     `local` has this rank's masters by global name. `copy` is the last stage's copy of a tied embedding. Every rank
     makes the same calls: a full tensor is gathered over data and tensor ranks, then broadcast from the first rank that
-    has it.
+    has it. `value` returns the values of a tensor that may be asleep.
     """
 
     def __init__(
-        self, links: Sequence[ParamMapping], local: dict[str, Master], copy: Master | None, device: torch.device
+        self,
+        links: Sequence[ParamMapping],
+        local: dict[str, Master],
+        copy: Master | None,
+        device: torch.device,
+        value: Callable[[Tensor], Tensor],
     ) -> None:
-        self.links, self.local, self.copy, self.device = links, local, copy, device
+        self.links, self.local, self.copy, self.device, self.value = links, local, copy, device, value
         self.of_name = {name: link for link in links for name in link.hf}
         self.embedding = next(link.hf[0] for link in links if link.megatron == EMBEDDING)
         local_indices = [i for i, link in enumerate(links) if link.megatron in local]
@@ -93,7 +98,7 @@ class DistributedParameters:
     def whole(self, link: ParamMapping, slot: str) -> Tensor:
         """Gather the full parameter, or its moment, in float32 on every rank."""
         master = self.local.get(link.megatron)
-        tensor = None if master is None else _gather_shards(link, master.read(slot).float())
+        tensor = None if master is None else _gather_shards(link, master.read(slot, self.value).float())
         if dist.get_world_size() == 1:
             assert tensor is not None
             return tensor

@@ -235,10 +235,9 @@ class MegatronActorCritic(WithValueHead, MegatronPolicy):
     def save(self, path: Path) -> None:
         super().save(path)
         if self.megatron.save_format == "torch_dist":
-            with self._awake():
-                ((_, head),) = self.state.tensors([NAME], PARAM)
-                if dist.get_rank() == 0:
-                    write_float32(new_trainer_folder(path) / VALUE_HEAD, {NAME: head.shape}, iter([(NAME, head)]))
+            ((_, head),) = self.state.tensors([NAME], PARAM)
+            if dist.get_rank() == 0:
+                write_float32(new_trainer_folder(path) / VALUE_HEAD, {NAME: head.shape}, iter([(NAME, head)]))
             dist.barrier()
 
     def load(self, path: Path) -> None:

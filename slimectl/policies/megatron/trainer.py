@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -173,7 +172,11 @@ class MegatronTrainer(StreamSaver, MeasuresPacks):
         local_masters = masters([*local.values(), *([copy] if copy is not None else [])], self.optimizer)
         copy_master = local_masters.pop() if copy is not None else None
         self.state = DistributedParameters(
-            links, dict(zip(local, local_masters, strict=True)), copy_master, self.device
+            links,
+            dict(zip(local, local_masters, strict=True)),
+            copy_master,
+            self.device,
+            value=lambda tensor: self.memory.value(tensor),
         )
         self.updated = [link for link in links if link.megatron in self.trained and not link.buffer]
 
@@ -328,22 +331,17 @@ class MegatronTrainer(StreamSaver, MeasuresPacks):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the full float32 masters with adapters merged, in checkpoint order."""
-        with self._awake():
-            if self.adapters is not None:
-                yield from stacked(self.adapters.merged(self.state, self.names), self.shapes)
-            else:
-                yield from stacked(self.state.tensors(self.names, PARAM), self.shapes)
+        if self.adapters is not None:
+            yield from stacked(self.adapters.merged(self.state, self.names), self.shapes)
+        else:
+            yield from stacked(self.state.tensors(self.names, PARAM), self.shapes)
 
     def adapter(self) -> Adapter:
         """Return only the adapter. Its tensors are gathered as they are read."""
         assert self.adapters is not None, "a policy without train.lora_rank has no adapter"
         options, base = self.adapters.options, self.base_dir.resolve()
-        layers, tensors = self.adapters.layers(self.names), self._adapter_tensors(self.adapters)
+        layers, tensors = self.adapters.layers(self.names), self.adapters.tensors(self.state, self.names)
         return Adapter(base, fingerprint, options.rank, options.alpha, tuple(layers), tensors)
-
-    def _adapter_tensors(self, adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
-        with self._awake():
-            yield from adapters.tensors(self.state, self.names)
 
     def consume_adapter(self, consumer: Callable[[Adapter], Any]) -> Any:
         return consumer(self.adapter())
@@ -358,7 +356,7 @@ class MegatronTrainer(StreamSaver, MeasuresPacks):
         """
         if self.megatron.save_format != "torch_dist":
             return super().save(path)
-        with self._awake():
+        with self.memory.awake():
             checkpoint.save_torch_dist(
                 path, self.chunks, self.optimizer, companions=self.model_dir, carried=self.carried,
                 trainer_state=self._trainer_state(),
@@ -450,7 +448,6 @@ class MegatronTrainer(StreamSaver, MeasuresPacks):
 
     def sleep(self, *, keep_weights: bool = False) -> None:
         """Implement protocols.Sleeper: move weights (unless they are kept), gradients and moments to the host."""
-        self.memory.wake()
         inners = optimizer.inners(self.optimizer)
         moments = [tensor for inner in inners for slots in inner.state.values() for tensor in slots.values()]
         masters = [main for inner in inners for group in inner.param_groups for main in group["params"]]
@@ -458,10 +455,6 @@ class MegatronTrainer(StreamSaver, MeasuresPacks):
         gradients = [parameter.main_grad for parameter in local if hasattr(parameter, "main_grad")]
         weights = [] if keep_weights else [*local, *masters]
         self.memory.sleep(filter(torch.is_tensor, [*moments, *weights]), scratch=gradients)
-
-    def _awake(self) -> AbstractContextManager[None]:
-        """Put sleeping weights on the device within the block, which must only read them."""
-        return self.memory.awake() if self.memory.asleep else nullcontext()
 
     def close(self) -> None:
         """Do nothing: resources end with the process, and other models of the layout use its groups."""
