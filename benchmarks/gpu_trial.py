@@ -87,7 +87,7 @@ class Trial:
             1, policy=self.part, dtype="bfloat16", recompute=self.recompute, seq_len=self.length,  # type: ignore[arg-type]
             max_tokens_per_gpu=self.tokens, device=self.device, state_dtype=self.state_dtype,  # type: ignore[arg-type]
         )  # fmt: skip
-        return memory.peak(memory.figures(model.parts, model.architecture, run))
+        return memory.peak(memory.figures(model.all, run))
 
     def settings(self) -> Settings:
         values = {

@@ -123,9 +123,7 @@ def foreseen(trial: Trial) -> float:
         max_tokens_per_gpu=case.length * case.sequences, response_share=1 - case.prompt / case.length, device="cpu",
         images=min(1, case.tokens_per_image), tokens_per_image=case.tokens_per_image,
     )  # fmt: skip
-    return memory.peak(
-        memory.figures(model.parts, model.architecture, run, adapters=model.adapters, other_models=model.other_models)
-    )
+    return memory.peak(memory.figures(model.all, run))
 
 
 def measured(trial: Trial) -> int:

@@ -118,20 +118,7 @@ def check_fit(settings: Settings, *, force: bool) -> None:
         stdio.note(f"memory not checked: {first_line(error)}")
         return
     memory = settings.launch.gpu_memory_gib
-    result = plan.plan_run(
-        planned.shape,
-        planned.run,
-        batch=planned.batch,
-        memory_gib=memory,
-        tflops=None,
-        mfu=1.0,
-        engine_tensor=planned.engine_tensor,
-        engine_share=planned.engine_share,
-        concurrency=planned.concurrency,
-        engine_fp8=planned.engine_fp8,
-        colocate=planned.colocate,
-    )
-    if not result.fits:
+    if not plan.plan_run(planned, memory_gib=memory).fits:
         raise SettingsError(
             f"the run does not fit into {memory:g} GiB per GPU (launch.gpu_memory_gib). See `slimectl plan`, or add "
             f"--force"

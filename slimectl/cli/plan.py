@@ -160,19 +160,7 @@ def plan(context: typer.Context, options: PlanOptions, common: CommonOptions) ->
 
     planned = _of_settings(context, options, common) if common.config or common.assign else _of_options(options)
     estimates.check(planned.shape, planned.run)
-    result = estimates.plan_run(
-        planned.shape,
-        planned.run,
-        batch=planned.batch,
-        memory_gib=options.gpu_memory,
-        tflops=options.tflops,
-        mfu=options.mfu,
-        engine_tensor=planned.engine_tensor,
-        engine_share=planned.engine_share,
-        concurrency=planned.concurrency,
-        engine_fp8=planned.engine_fp8,
-        colocate=planned.colocate,
-    )
+    result = estimates.plan_run(planned, memory_gib=options.gpu_memory, tflops=options.tflops, mfu=options.mfu)
     problems = _simulate(planned, result) if options.simulate else []
     print_plan(result, options.as_json)
     verdict = "fits" if result.fits else "does not fit"

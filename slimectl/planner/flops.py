@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from slimectl.architectures.config import Architecture
-from slimectl.planner.parameters import ParameterPart, ResidentModel, activated, count, policy_of
+from slimectl.planner.parameters import ParameterPart, ResidentModel, activated, count
 from slimectl.planner.workload import GIB, Figure, counted, parameters
 
 
@@ -58,11 +58,6 @@ def pair_cost(parts: Sequence[ParameterPart], architecture: Architecture) -> flo
     return layers * attention_width(architecture) / passed(parts, architecture)
 
 
-def token_flops(parts: Sequence[ParameterPart], architecture: Architecture, seq_len: int) -> Figure:
-    """FLOPs of one token of a sequence, forward and backward, without recomputation."""
-    return _token(policy_of(architecture, parts), seq_len)
-
-
 def _multiplied(model: ResidentModel) -> int:
     """Parameters that multiply a token. A critic has no logits."""
     if model.name == "critic":
@@ -74,8 +69,11 @@ def _forward(model: ResidentModel, seq_len: int) -> float:
     return 2 * _multiplied(model) + 2 * attention_width(model.architecture) * attended(model.architecture, seq_len)
 
 
-def _token(model: ResidentModel, seq_len: int) -> Figure:
-    """FLOPs per parameter: forward 2, backward 2 for the input's gradient and 2 for a trained weight's gradient."""
+def token_flops(model: ResidentModel, seq_len: int) -> Figure:
+    """FLOPs of one token of a sequence, forward and backward, without recomputation.
+
+    Per parameter: forward 2, backward 2 for the input's gradient and 2 for a trained weight's gradient.
+    """
     architecture, critic = model.architecture, model.name == "critic"
     N, L = _multiplied(model), activated(model.trained, architecture)
     # Forward 2 per pair and column, backward twice that.
@@ -157,7 +155,7 @@ def model_flops(model: ResidentModel) -> ModelFlops:
         SequenceFlops(at_0, (at_2 - at_0) / keys(2), keys)
         for at_0, at_2 in (
             (_forward(model, 0), _forward(model, 2)),
-            (_token(model, 0).value, _token(model, 2).value),
+            (token_flops(model, 0).value, token_flops(model, 2).value),
         )
     )
     return ModelFlops(forward, training)
@@ -179,7 +177,7 @@ def flops_figures(
 
     The time is for `world` GPUs of `tflops` at `mfu`.
     """
-    tokens = [_token(model, seq_len) for model in models]
+    tokens = [token_flops(model, seq_len) for model in models]
     pictures = [_image(model, tokens_per_image) for model in models if model.tower and images]
     formula = " + ".join(counted(token.value) for token in tokens)
     value = sum(token.value for token in tokens) * seq_len * batch

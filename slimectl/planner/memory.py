@@ -8,7 +8,7 @@ from dataclasses import replace
 from slimectl.architectures.config import Architecture
 from slimectl.planner import activations
 from slimectl.planner.activations import SavedActivation
-from slimectl.planner.parameters import ParameterPart, ResidentModel, count, local_params, policy_of, stage_of
+from slimectl.planner.parameters import ParameterPart, ResidentModel, count, local_params, stage_of
 from slimectl.planner.workload import CHUNK_LOGITS, KEPT_LOGITS, Figure, Run, counted, parameters, sized, total
 
 
@@ -223,18 +223,12 @@ def _layer_backward(model: ResidentModel, run: Run) -> tuple[float, str]:
 PEAK = "peak per rank"
 
 
-def figures(
-    parts: Sequence[ParameterPart],
-    architecture: Architecture,
-    run: Run,
-    *,
-    adapters: Sequence[ParameterPart] = (),
-    other_models: Sequence[ResidentModel] = (),
-) -> list[Figure]:
-    """Weights, gradients, optimizer, activations, head and their sum, on the rank with the largest sum."""
-    policy = policy_of(architecture, parts, adapters)
-    stages = range(run.layout.pipeline if run.policy == "megatron" else 1)
-    lines_by_stage = [_stage(policy, other_models, run, stage) for stage in stages]
+def figures(models: Sequence[ResidentModel], run: Run) -> list[Figure]:
+    """Weights, gradients, optimizer, activations, head and their sum, on the rank with the largest sum.
+
+    The first model is the policy.
+    """
+    lines_by_stage = [_stage(models[0], models[1:], run, stage) for stage in _stages(run)]
     worst = max(lines_by_stage, key=lambda lines: sum(line.value for line in lines))
     location = f" on pipeline stage {lines_by_stage.index(worst)}" if len(lines_by_stage) > 1 else ""
     return [*worst, total(PEAK, worst, location)]
@@ -243,22 +237,17 @@ def figures(
 HOST_PEAK = "host memory per rank"
 
 
-def host_figures(
-    parts: Sequence[ParameterPart],
-    architecture: Architecture,
-    run: Run,
-    *,
-    adapters: Sequence[ParameterPart] = (),
-    other_models: Sequence[ResidentModel] = (),
-) -> list[Figure]:
+def host_figures(models: Sequence[ResidentModel], run: Run) -> list[Figure]:
     """Host memory of the rank with the largest sum. Empty if nothing is offloaded."""
     if run.offload is None:
         return []
-    models = [policy_of(architecture, parts, adapters), *other_models]
-    stages = range(run.layout.pipeline if run.policy == "megatron" else 1)
-    lines_by_stage = [[_offloaded(model, run, stage) for model in models] for stage in stages]
+    lines_by_stage = [[_offloaded(model, run, stage) for model in models] for stage in _stages(run)]
     worst = max(lines_by_stage, key=lambda lines: sum(line.value for line in lines))
     return [*worst, total(HOST_PEAK, worst)]
+
+
+def _stages(run: Run) -> range:
+    return range(run.layout.pipeline if run.policy == "megatron" else 1)
 
 
 def _offloaded(model: ResidentModel, run: Run, stage: int) -> Figure:

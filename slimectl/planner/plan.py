@@ -55,7 +55,10 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Input of the planner: a model with its configuration, a training step, and an engine."""
+    """Input of the planner: a model with its configuration, a training step, and an engine.
+
+    With `colocate`, engines and trainer take turns on the same GPUs.
+    """
 
     config: Config
     shape: PlannedModel
@@ -163,14 +166,7 @@ def suggested(card: dict[str, Any], gpus: int) -> Suggestion | None:
 
 
 def fits(model: PlannedModel, run: Run, memory_gib: float) -> bool:
-    peak = memory.peak(_memory(model, run))
-    return peak <= USABLE * memory_gib * GIB
-
-
-def _memory(model: PlannedModel, run: Run) -> list[Figure]:
-    return memory.figures(
-        model.parts, model.architecture, run, adapters=model.adapters, other_models=model.other_models
-    )
+    return memory.peak(memory.figures(model.all, run)) <= USABLE * memory_gib * GIB
 
 
 def check(model: PlannedModel, run: Run) -> None:
@@ -227,10 +223,7 @@ def with_layout(
         candidate = replace(run, layout=suggestion[0], recompute=recompute or suggestion[1])
         if fits(model, candidate, memory_gib):
             return candidate
-    for choice in fitting(
-        model.parts, model.architecture, run, batch=batch, memory_gib=memory_gib, adapters=model.adapters,
-        other_models=model.other_models,
-    ):  # fmt: skip
+    for choice in fitting(model.all, run, batch=batch, memory_gib=memory_gib):
         if recompute in (None, choice.recompute):
             return replace(run, layout=choice.layout, recompute=choice.recompute)
     minimum = memory.least(model.all, run)
@@ -241,25 +234,13 @@ def with_layout(
     )
 
 
-def plan_run(
-    model: PlannedModel,
-    run: Run,
-    *,
-    batch: int,
-    memory_gib: float,
-    tflops: float | None,
-    mfu: float,
-    engine_tensor: int,
-    engine_share: float,
-    concurrency: int | None,
-    engine_fp8: bool = False,
-    colocate: bool = False,
-) -> Plan:
-    """Compute all figures of a checked run. With `colocate` engines and trainer take turns on the same GPUs."""
+def plan_run(planned: PlannedRun, *, memory_gib: float, tflops: float | None = None, mfu: float = 1.0) -> Plan:
+    """Compute all figures of a checked run, with times for GPUs of `tflops` at `mfu`."""
+    model, run = planned.shape, planned.run
     parts, architecture = model.parts, model.architecture
-    training = _memory(model, run)
-    host = memory.host_figures(parts, architecture, run, adapters=model.adapters, other_models=model.other_models)
-    turns = memory.shared_gpu_figures(training, engine_bytes=engine_share * memory_gib * GIB) if colocate else []
+    training, host = memory.figures(model.all, run), memory.host_figures(model.all, run)
+    engine_bytes = planned.engine_share * memory_gib * GIB
+    turns = memory.shared_gpu_figures(training, engine_bytes=engine_bytes) if planned.colocate else []
     fits = memory.peak(training) <= USABLE * memory_gib * GIB
     if model.approximate:
         training = [_approximate(figure, model.approximate) for figure in training]
@@ -271,13 +252,14 @@ def plan_run(
             **({"host memory": host} if host else {}),
             **({"shared GPUs": turns} if turns else {}),
             "arithmetic": flops.flops_figures(
-                model.all, seq_len=run.seq_len, batch=batch, world=run.world,
+                model.all, seq_len=run.seq_len, batch=planned.batch, world=run.world,
                 recomputes=run.recompute == "full", tflops=tflops, mfu=mfu,
                 images=run.images, tokens_per_image=run.tokens_per_image,
             ),
             "engine": flops.cache_figures(
-                parts, architecture, dtype_bytes=run.bytes, tensor=engine_tensor, memory_gib=memory_gib,
-                share=engine_share, seq_len=run.seq_len, concurrency=concurrency, fp8=engine_fp8,
+                parts, architecture, dtype_bytes=run.bytes, tensor=planned.engine_tensor, memory_gib=memory_gib,
+                share=planned.engine_share, seq_len=run.seq_len, concurrency=planned.concurrency,
+                fp8=planned.engine_fp8,
             ),
         },
         fits and all(figure.value <= memory_gib * GIB for figure in turns if figure.name == memory.PUSH),

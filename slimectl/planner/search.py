@@ -12,7 +12,7 @@ from slimectl.architectures.parallel import ParallelLayout, problems
 from slimectl.planner import memory
 from slimectl.planner.activations import columns
 from slimectl.planner.flops import token_flops
-from slimectl.planner.parameters import ParameterPart, ResidentModel, local_params, policy_of
+from slimectl.planner.parameters import ResidentModel, local_params
 from slimectl.planner.workload import GIB, Recompute, Run
 
 USABLE = 0.9
@@ -54,35 +54,26 @@ def legal(architecture: Architecture, world: int) -> Iterator[ParallelLayout]:
             yield layout
 
 
-def fitting(
-    parts: Sequence[ParameterPart],
-    architecture: Architecture,
-    run: Run,
-    *,
-    batch: int,
-    memory_gib: float,
-    adapters: Sequence[ParameterPart] = (),
-    other_models: Sequence[ResidentModel] = (),
-) -> Iterator[Choice]:
+def fitting(models: Sequence[ResidentModel], run: Run, *, batch: int, memory_gib: float) -> Iterator[Choice]:
     """Yield layouts and recomputation that fit `run.world` GPUs, fastest first, for `batch` sequences per step.
 
-    The time estimate is coarse. Among layouts that differ by less than about 10 %, the simplest comes first.
+    The first model is the policy. The time estimate is coarse. Among layouts that differ by less than about 10 %, the
+    simplest comes first.
     """
-    models = [policy_of(architecture, parts, adapters), *other_models]
     if memory.least(models, run) > run.world * USABLE * memory_gib * GIB:
         return  # not even without replication
     candidates: list[tuple[float, Run]] = []
-    for layout in legal(architecture, run.world):
-        if any(any(problems(layout, model.architecture.transformer, run.world)) for model in other_models):
+    for layout in legal(models[0].architecture, run.world):
+        if any(any(problems(layout, model.architecture.transformer, run.world)) for model in models[1:]):
             continue
         recomputes: tuple[Recompute, ...] = ("none", "full")
         for recompute in recomputes:
             candidate = replace(run, layout=layout, recompute=recompute)
-            candidates.append((step_seconds(parts, architecture, candidate, batch), candidate))
+            candidates.append((step_seconds(models[0], candidate, batch), candidate))
     for seconds, candidate in sorted(
         candidates, key=lambda item: (round(math.log(item[0], 1.1)), _parts(item[1]), item[0])
     ):
-        peak = memory.peak(memory.figures(parts, architecture, candidate, adapters=adapters, other_models=other_models))
+        peak = memory.peak(memory.figures(models, candidate))
         if peak <= USABLE * memory_gib * GIB:
             yield Choice(candidate.layout, candidate.recompute, seconds, peak)
 
@@ -93,13 +84,13 @@ def _parts(run: Run) -> int:
     return layout.model_ranks * layout.pipeline + layout.expert_ranks * layout.expert_tensor
 
 
-def step_seconds(parts: Sequence[ParameterPart], architecture: Architecture, run: Run, batch: int) -> float:
+def step_seconds(policy: ResidentModel, run: Run, batch: int) -> float:
     """Coarse time of a step: FLOPs, sequential messages, and filling and draining the pipeline."""
     layout = run.layout
     packs = -(-batch * run.seq_len // (run.data * run.pack))
-    flops = token_flops(parts, architecture, run.seq_len).value * (4 / 3 if run.recompute == "full" else 1)
-    pack = run.pack * flops / (layout.model_ranks * FLOPS_PER_SECOND) + _messages(architecture, run)
-    rank = local_params(parts, architecture, layout, 0).all
+    flops = token_flops(policy, run.seq_len).value * (4 / 3 if run.recompute == "full" else 1)
+    pack = run.pack * flops / (layout.model_ranks * FLOPS_PER_SECOND) + _messages(policy.architecture, run)
+    rank = local_params(policy.parts, policy.architecture, layout, 0).all
     shared = (4 + run.bytes) * rank / _link(run.world) if run.data * layout.context > 1 else 0.0
     return (packs + (layout.pipeline - 1) / (layout.virtual_pipeline or 1)) * pack + shared
 

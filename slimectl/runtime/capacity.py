@@ -76,11 +76,8 @@ def memory(settings: Settings, *, with_engine: bool = True) -> str:
         settings = with_pack_tokens(settings, estimated_pack(settings))
         chosen = f", packs of {settings.train.max_tokens_per_gpu} tokens"
     cluster, run = settings.cluster, _training_step(settings)
-    figures = training_memory.figures(
-        model.parts, model.architecture, run, adapters=model.adapters, other_models=model.other_models
-    )
     ranks = 1 if run.device == "cuda" else cluster.actor_num_gpus_per_node  # on a CPU, ranks share the machine's memory
-    needed = training_memory.peak(figures) * ranks
+    needed = training_memory.peak(training_memory.figures(model.all, run)) * ranks
     text = f"training {sized(needed)}{chosen}"
     if with_engine and not settings.uses_servers:
         engine = _engine_bytes(settings, model, run)

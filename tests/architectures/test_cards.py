@@ -357,7 +357,7 @@ def test_suggested_layouts_are_legal_and_fit(name: str, gpus: int):
         return
     # bfloat16 weights, float32 gradients and the optimizer's three float32 numbers, all shared out.
     least = 18 * card["parameters"] / gpus
-    assert least > 0.9 * 80 * GIB or not any(fitting(model.parts, model.architecture, run, batch=256, memory_gib=80))
+    assert least > 0.9 * 80 * GIB or not any(fitting(model.all, run, batch=256, memory_gib=80))
     assert "do not hold it" in card["layout"][f"gpus_{gpus}"]["note"]
 
 

@@ -63,20 +63,20 @@ def test_vocabularies_are_padded_to_what_tensor_parallelism_divides():
 def test_optimizer_is_shared_out_over_data_and_context_ranks():
     P = 596_049_920
     run = Run(8, ParallelLayout(context=2))
-    found = memory.figures(SMALL.parts, SMALL.architecture, run)
+    found = memory.figures(SMALL.all, run)
     sizes = [figure(found, name).value for name in ("weights", "gradients", "optimizer")]
     assert sizes == [2 * P, 4 * P, 12 * P / 8]
-    alone = memory.figures(SMALL.parts, SMALL.architecture, Run(8, distributed_optimizer=False))
+    alone = memory.figures(SMALL.all, Run(8, distributed_optimizer=False))
     assert figure(alone, "optimizer").value == 12 * P
-    single = memory.figures(SMALL.parts, SMALL.architecture, Run(1, dtype="float32"))
+    single = memory.figures(SMALL.all, Run(1, dtype="float32"))
     assert figure(single, "optimizer").value == 8 * P
     for run, size in ((Run(1, state_dtype="bfloat16"), 8 * P), (Run(4, policy="fsdp", state_dtype="bfloat16"), P)):
-        assert figure(memory.figures(SMALL.parts, SMALL.architecture, run), "optimizer").value == size
+        assert figure(memory.figures(SMALL.all, run), "optimizer").value == size
     # 28 layers of q 1024 x 2048, k and v 1024 x 1024, o 2048 x 1024, three of 1024 x 3072, and norms of q and k.
     matrices = 28 * (1024 * (2048 + 2 * 1024 + 2048 + 3 * 3072) + 2 * 128)
     muon = Run(2, policy="fsdp", optimizer="muon", state_dtype="int8")
     one = 1 + 4 / 256
-    found = memory.figures(SMALL.parts, SMALL.architecture, muon)
+    found = memory.figures(SMALL.all, muon)
     assert figure(found, "optimizer").value == (one * matrices + 2 * one * (P - matrices)) / 2
 
 
@@ -85,10 +85,10 @@ def test_what_is_offloaded_moves_from_the_gpu_to_the_host():
 
     def of(**options: Any) -> tuple[list[float], float]:
         run = Run(**options)
-        device = memory.figures(SMALL.parts, SMALL.architecture, run)
+        device = memory.figures(SMALL.all, run)
         gathered = 2 * (2 * 15_730_944 + 155_583_488) if run.sharded else 0
         sizes = [figure(device, name).value for name in ("weights", "gradients", "optimizer")]
-        host = figure(memory.host_figures(SMALL.parts, SMALL.architecture, run), memory.HOST_PEAK)
+        host = figure(memory.host_figures(SMALL.all, run), memory.HOST_PEAK)
         return [sizes[0] - gathered, *sizes[1:]], host.value
 
     assert of(world=1, policy="fsdp", offload="optimizer") == ([2 * P, 2 * P, 0], 16 * P)
@@ -96,12 +96,12 @@ def test_what_is_offloaded_moves_from_the_gpu_to_the_host():
     assert of(world=4, policy="fsdp", offload="parameters") == ([0, 0, 0], 4 * P)
     assert of(world=1, policy="fsdp", offload="parameters", state_dtype="bfloat16") == ([0, 0, 0], 12 * P)
     assert of(world=4, offload="optimizer") == ([2 * P, 4 * P, P], 3 * P)
-    assert memory.host_figures(SMALL.parts, SMALL.architecture, Run(4)) == []
+    assert memory.host_figures(SMALL.all, Run(4)) == []
 
 
 def test_engines_on_the_same_gpus_stand_beside_the_weights_while_they_are_pushed():
     P = 596_049_920
-    training = memory.figures(SMALL.parts, SMALL.architecture, Run(1))
+    training = memory.figures(SMALL.all, Run(1))
     asleep, push = memory.shared_gpu_figures(training, engine_bytes=1e9)
     assert (asleep.value, push.value) == (2 * P + 12 * P, 1e9 + 2 * P)
 
@@ -109,15 +109,13 @@ def test_engines_on_the_same_gpus_stand_beside_the_weights_while_they_are_pushed
 def test_one_fsdp_process_holds_masters_gradients_and_moments():
     P = 596_049_920
     for dtype, weights in (("float32", 4 * P), ("bfloat16", 6 * P)):
-        found = memory.figures(SMALL.parts, SMALL.architecture, Run(1, policy="fsdp", dtype=dtype))
+        found = memory.figures(SMALL.all, Run(1, policy="fsdp", dtype=dtype))
         sizes = [figure(found, name).value for name in ("weights", "gradients", "optimizer")]
         assert sizes == [weights, 4 * P, 8 * P]
 
 
 def memory_of(found: PlannedModel, run: Run) -> dict[str, float]:
-    lines = memory.figures(
-        found.parts, found.architecture, run, adapters=found.adapters, other_models=found.other_models
-    )
+    lines = memory.figures(found.all, run)
     return {line.name: line.value for line in lines}
 
 
@@ -199,7 +197,7 @@ def test_flops_with_adapters_leave_out_the_gradient_of_the_model():
 
 
 def test_the_peak_is_the_sum_of_its_lines():
-    found = memory.figures(MIXED.parts, MIXED.architecture, Run(8, ParallelLayout(pipeline=4, expert=2)))
+    found = memory.figures(MIXED.all, Run(8, ParallelLayout(pipeline=4, expert=2)))
     assert memory.peak(found) == pytest.approx(sum(line.value for line in found[:-1]))
     assert found[-1].formula.endswith("on pipeline stage 0")
 
@@ -220,7 +218,7 @@ def test_packs_under_way(layout: ParallelLayout, stage: int, packs: float):
 def test_full_recomputation_keeps_the_inputs_of_layers_and_makes_one_layer_anew():
     def of(name: str, recompute: str) -> float:
         run = Run(1, recompute=recompute, seq_len=4096, max_tokens_per_gpu=65536)  # type: ignore[arg-type]
-        return figure(memory.figures(SMALL.parts, SMALL.architecture, run), name).value
+        return figure(memory.figures(SMALL.all, run), name).value
 
     layer = sum(part.size for part in memory.layer_of(SMALL.architecture, Run(1, seq_len=4096), 0))
     saved = of("activations", "none") - of("activations", "full")
@@ -231,7 +229,7 @@ def test_full_recomputation_keeps_the_inputs_of_layers_and_makes_one_layer_anew(
 
 def test_flops_of_a_token():
     # 6 a parameter; attention 6 x 28 layers x 16 heads x (128 + 128) columns x half of 4096 tokens
-    found = flops.token_flops(SMALL.parts, SMALL.architecture, 4096)
+    found = flops.token_flops(SMALL.all[0], 4096)
     assert found.value == 6 * 596_049_920 + 6 * 28 * 16 * 256 * 2048
     # An untied embedding is looked up, its head is a product.
     assert flops.passed(MIXED.parts, MIXED.architecture) == 3_353_032_704 - 151936 * 2048
@@ -241,7 +239,7 @@ def test_a_token_attends_to_no_more_than_its_window():
     found = model("gemma3-1b")
     # 6 a parameter; 4 heads x (256 + 256) columns; 4 layers see half of 4096 tokens, 22 see 512, fewer at the start:
     # 512 - 512² / (2 x 4096) = 480.
-    each = flops.token_flops(found.parts, found.architecture, 4096).value
+    each = flops.token_flops(found.all[0], 4096).value
     assert each == 6 * 999_885_952 + 6 * 2048 * (4 * 2048 + 22 * 480)
     assert flops.attended(found.architecture, 256) == 26 * 128
     assert flops.model_flops(found.all[0]).training(4096) == pytest.approx(4096 * each)
@@ -250,7 +248,7 @@ def test_a_token_attends_to_no_more_than_its_window():
 
 def test_time_of_a_step():
     found = flops.flops_figures(SMALL.all, seq_len=4096, batch=2, world=4, recomputes=False, tflops=100, mfu=0.5)
-    total_flops = flops.token_flops(SMALL.parts, SMALL.architecture, 4096).value * 8192
+    total_flops = flops.token_flops(SMALL.all[0], 4096).value * 8192
     assert figure(found, "time per step").value == pytest.approx(total_flops / (4 * 100e12 * 0.5))
 
 

@@ -60,8 +60,8 @@ def test_adapters_of_linear_layers_are_counted():
 
 def test_activations_are_named_approximate_and_megatron_is_refused():
     model = any_model_of(with_defaults({"model_type": "gpt2"} | MODELS["gpt2"]))
-    options: dict[str, Any] = {"memory_gib": 1, "tflops": None, "mfu": 0.3, "engine_tensor": 1, "engine_share": 0.8}
-    found = planner.plan_run(model, run(), batch=1, concurrency=None, **options)
+    planned = planner.PlannedRun({}, model, run(), 1, 1, 0.8, None, False, False)
+    found = planner.plan_run(planned, memory_gib=1)
     assert found.fits
     names = [figure.name for figure in found.sections["training memory"]]
     assert "activations (approximate)" in names
