@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+IN_HAND = 4
+"""Items per worker that are read from the input before their results are consumed."""
 
 
 class LocalExecutor:
@@ -80,30 +84,14 @@ class LocalExecutor:
             return
         pool, wall_s = self._pool_of(workers), wall_limit(timeout_s, wall_timeout_s)
         limited = Limited(fn, prepare, timeout_s, wall_s)
-        window: deque[tuple[Item, Future[Any]]] = deque()
 
         def submit(item: Item) -> Future[Any]:
             # This limit is for a worker that is stuck while it prepares, or that blocks without letting threads run.
             return pool.submit(limited, item, timeout_s=None if wall_s is None else wall_s + WARM_UP_S)
 
-        def next_result() -> Result | BaseException:
-            item, future = window.popleft()
-            result: Result | BaseException = _outcome(future, limited)
-            if isinstance(result, TimeoutError):
-                wait([other for _, other in window])
-                result = _outcome(submit(item), limited)
-            return result
-
-        try:
-            for item in items:
-                window.append((item, submit(item)))
-                if len(window) >= 4 * workers:
-                    yield next_result()
-            while window:
-                yield next_result()
-        finally:
-            for _, future in window:
-                pool.cancel(future)
+        yield from in_order(
+            submit, items, workers=workers, outcome=partial(_outcome, limited=limited), cancel=pool.cancel
+        )
 
     def _pool_of(self, workers: int) -> WorkerPool:
         if self._pool is None or self._workers != workers:
@@ -126,6 +114,41 @@ class LocalExecutor:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+
+def in_order(
+    submit: Callable[[Item], Future[Any]],
+    items: Iterable[Item],
+    *,
+    workers: int,
+    outcome: Callable[[Future[Any]], Any] = Future.result,
+    cancel: Callable[[Future[Any]], object] = Future.cancel,
+) -> Iterator[Any]:
+    """Yield the outcomes of items in order, with at most IN_HAND items per worker in flight.
+
+    An item that exceeds a limit is tried once more while no other is worked on. Items in flight are cancelled at the
+    end.
+    """
+    window: deque[tuple[Item, Future[Any]]] = deque()
+
+    def next_result() -> Any:
+        item, future = window.popleft()
+        result = outcome(future)
+        if isinstance(result, TimeoutError):
+            wait([other for _, other in window])
+            result = outcome(submit(item))
+        return result
+
+    try:
+        for item in items:
+            window.append((item, submit(item)))
+            if len(window) >= IN_HAND * workers:
+                yield next_result()
+        while window:
+            yield next_result()
+    finally:
+        for _, future in window:
+            cancel(future)
 
 
 def map_here(fn: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result | BaseException]:

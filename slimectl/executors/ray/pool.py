@@ -5,23 +5,21 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from ray import cloudpickle
 
 from slimectl.errors import BackendError
+from slimectl.executors.local import in_order
 from slimectl.executors.rank_process import picklable_error
 from slimectl.executors.ray.cluster import ActorLocation, DriverEnvironment, ray
 from slimectl.executors.ray.failures import death_reason, kill
 from slimectl.executors.ray.rank_group import started
 from slimectl.executors.time_limits import CPU_SIGNAL, WALL_SIGNAL, WARM_UP_S, Limited, overrun
 from slimectl.system.liveness import expose
-
-IN_HAND = 4
-"""Items per worker that are read from the input before their results are consumed."""
 
 
 class PoolActor:
@@ -51,18 +49,6 @@ class Worker:
     location: ActorLocation
 
 
-@dataclass(eq=False)
-class RayTask:
-    """Item in flight, and its result once it is done."""
-
-    item: Any
-    result: Any = None
-    done: bool = False
-    worker: Worker | None = None
-    started: float = 0.0
-    tried_again: bool = False
-
-
 class Pool:
     """Workers that are reused from one `map` to the next. Several maps may run at once, each with its own workers."""
 
@@ -74,18 +60,11 @@ class Pool:
 
     def map(self, fn: Limited, items: Iterable[Any], *, workers: int) -> Iterator[Any]:
         """Yield results in order (protocols.Executor.map, for one worker or more)."""
-        mapping = Mapping(self, fn, workers)
-        window: deque[RayTask] = deque()
+        lease = Lease(self, fn, workers)
         try:
-            for item in items:
-                window.append(RayTask(item))
-                mapping.waiting.append(window[-1])
-                if len(window) >= IN_HAND * workers:
-                    yield mapping.result(window.popleft())
-            while window:
-                yield mapping.result(window.popleft())
+            yield from in_order(lease.submit, items, workers=workers)
         finally:
-            mapping.close()
+            lease.close()
 
     def taken(self, count: int, fn: bytes) -> list[Worker]:
         """Return `count` workers that have loaded `fn`, idle ones first. Raises what unpickling `fn` raised there."""
@@ -119,90 +98,72 @@ class Pool:
     def close(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, []
-        kill([worker.actor for worker in idle], [worker.location for worker in idle])
+        kill_workers(idle)
 
 
-class Mapping:
-    """One `map` call: assigns items to workers and collects results."""
+class Lease:
+    """The workers of one `map` call. A thread waits for each of them."""
 
     def __init__(self, pool: Pool, limited: Limited, workers: int) -> None:
-        self.waiting: deque[RayTask] = deque()
         self._pool, self._limited, self._fn = pool, limited, cloudpickle.dumps(limited)
         self._free = pool.taken(workers, self._fn)
-        self._busy: dict[Any, RayTask] = {}
+        self._busy: set[Worker] = set()
+        self._closed, self._lock = False, threading.Lock()
+        self._threads = ThreadPoolExecutor(workers, "slimectl-pool")
 
-    def result(self, task: RayTask) -> Any:
-        """Wait for the result of a task. Other tasks proceed, except during a second attempt, which runs alone."""
-        while True:
-            while self.waiting and self._free:
-                self._assign(self.waiting.popleft(), self._free.pop())
-            if task.done and isinstance(task.result, TimeoutError) and not task.tried_again:
-                self._try_alone(task)
-            if task.done:
-                return task.result
-            self._step()
-
-    def _try_alone(self, task: RayTask) -> None:
-        while self._busy:
-            self._step()
-        task.tried_again, task.done = True, False
-        self._assign(task, self._free.pop())
-        while not task.done:
-            self._step()
+    def submit(self, item: Any) -> Future[Any]:
+        """Call the function on an item in a free worker. An error is the result."""
+        return self._threads.submit(self._work, item)
 
     def close(self) -> None:
         """Return idle workers to the pool, and end the ones that are working on an item."""
+        with self._lock:
+            self._closed = True
+        kill_workers(list(self._busy))
+        self._threads.shutdown(cancel_futures=True)
         self._pool.give_back(self._free)
-        busy = [task.worker for task in self._busy.values() if task.worker]
-        kill([worker.actor for worker in busy], [worker.location for worker in busy])
-        self._free, self._busy = [], {}
 
-    def _assign(self, task: RayTask, worker: Worker) -> None:
-        task.worker, task.started = worker, time.monotonic()
-        self._busy[worker.actor.work.remote(task.item)] = task
-
-    def _step(self) -> None:
-        """Wait for the next result, or until a worker counts as stuck."""
+    def _work(self, item: Any) -> Any:
+        with self._lock:
+            if self._closed:
+                return None
+            worker, started_s = self._free.pop(), time.monotonic()
+            self._busy.add(worker)
         # A worker ends itself at its limits. This one is for a worker that is stuck while it prepares, or cannot end.
         wall_s = self._limited.wall_s
-        remaining_s = None
-        if wall_s is not None:
-            soonest = min(task.started for task in self._busy.values()) + wall_s + WARM_UP_S
-            remaining_s = max(0.0, soonest - time.monotonic())
-        ready, _ = ray.wait(list(self._busy), num_returns=1, timeout=remaining_s)
-        for reference in ready:
-            self._finish(self._busy.pop(reference), reference)
-        if wall_s is None:
-            return
-        longest = time.monotonic() - wall_s - WARM_UP_S
-        for reference in [reference for reference, task in self._busy.items() if task.started <= longest]:
-            self._replace(self._busy.pop(reference), TimeoutError(f"took longer than {wall_s:g} s"))
-
-    def _finish(self, task: RayTask, reference: Any) -> None:
-        assert task.worker is not None
         try:
-            task.result, task.done = ray.get(reference), True
+            result = ray.get(worker.actor.work.remote(item), timeout=None if wall_s is None else wall_s + WARM_UP_S)
+        except ray.exceptions.GetTimeoutError:
+            return self._replace(worker, TimeoutError(f"took longer than {wall_s:g} s"))
         except ray.exceptions.RayTaskError as error:
-            task.result, task.done = error.cause, True
+            result = error.cause
         except ray.exceptions.RayError as error:
-            reason = death_reason(error, task.worker.location)
-            self._replace(task, self._overrun(task) or BackendError(f"the worker died on it ({reason})"))
-            return
-        self._free.append(task.worker)
+            late = self._overrun(time.monotonic() - started_s)
+            return self._replace(
+                worker, late or BackendError(f"the worker died on it ({death_reason(error, worker.location)})")
+            )
+        self._busy.discard(worker)
+        self._free.append(worker)
+        return result
 
-    def _overrun(self, task: RayTask) -> TimeoutError | None:
-        """Return the error of a task whose worker probably ended at a limit. Ray does not report the signal.
+    def _overrun(self, elapsed_s: float) -> TimeoutError | None:
+        """Return the error of an item whose worker probably ended at a limit. Ray does not report the signal.
 
         All threads of the worker use its CPU time, including Ray's, so half of the wall time may have passed.
         """
-        elapsed_s, cpu_s, wall_s = time.monotonic() - task.started, self._limited.cpu_s, self._limited.wall_s
+        cpu_s, wall_s = self._limited.cpu_s, self._limited.wall_s
         if wall_s is not None and elapsed_s >= wall_s:
             return overrun(WALL_SIGNAL, cpu_s, wall_s)
         return overrun(CPU_SIGNAL, cpu_s, wall_s) if cpu_s is not None and elapsed_s >= cpu_s / 2 else None
 
-    def _replace(self, task: RayTask, result: BaseException) -> None:
-        """Set the item's result to its worker's failure, and replace the worker."""
-        assert task.worker is not None
-        kill([task.worker.actor], [task.worker.location])
-        task.result, task.done = result, True
-        self._free += self._pool.taken(1, self._fn)
+    def _replace(self, worker: Worker, result: BaseException) -> BaseException:
+        """Replace a worker that failed on an item, and return the item's result."""
+        self._busy.discard(worker)
+        if not self._closed:
+            kill_workers([worker])
+            self._free += self._pool.taken(1, self._fn)
+        return result
+
+
+def kill_workers(workers: Sequence[Worker]) -> None:
+    kill([worker.actor for worker in workers], [worker.location for worker in workers])
