@@ -30,6 +30,8 @@ COMMANDS = {
     "skypilot": ["sky", "jobs", "launch", "--yes", "--detach-run"],
 }
 """Command that submits a job file."""
+HERE = ("local", "ray", "slurm")
+"""Targets whose jobs start in the current folder."""
 
 
 @with_options(SETTINGS, "recipe on name out submit", "force")
@@ -53,30 +55,50 @@ def launch(
         slimectl launch qwen3-8b-8xh100 --on slurm -s launch.partition=gpu -o job.sh
     """
     from slimectl import recipes
+    from slimectl.data.atomic_replace import write_text
+    from slimectl.data.ownership import MANIFEST
     from slimectl.launchers.job import job_of
     from slimectl.runtime import builders
 
     selected = recipes.find(recipe, instead=bool(options.config), needed=not options.config)
-    resolved = options.resolve({"run.name": name}, recipe=selected.layer)
-    settings = resolved.settings
-    given = [] if recipe is None else [recipe if recipe in recipes.names() else _path(Path(recipe))]
+    flags = {"run.name": name, "cluster.executor": "ray" if on in ("ray", "kubernetes") else None}
+    settings = options.resolve(flags, recipe=selected.layer).settings
+    is_file = recipe is not None and recipe not in recipes.names()
+    files = [*([Path(recipe)] if recipe and is_file else []), *(options.config or [])]
+    if on not in HERE:
+        _check_elsewhere(files)
+    given = [] if recipe is None else [_path(Path(recipe)) if is_file else recipe]
     given += [part for path in options.config or [] for part in ("-c", _path(path))]
-    given += [part for value in options.assign or [] if not value.startswith("launch.") for part in ("-s", value)]
-    given += ["--name", name] if name else []
+    assigned = [part for value in options.assign or [] if not value.startswith("launch.") for part in ("-s", value)]
+    given += [*assigned, *(["--name", name] if name else [])]
     placement = replace(builders.placement(settings), on_gpu=settings.train.device != "cpu")
     job = job_of(settings, tuple(given), Path.cwd(), placement)
+    if on in HERE and (Path(job.run) / MANIFEST).exists():
+        job = replace(job, changes=tuple(assigned))
+        own = "its own settings and -s" if assigned else "its own settings"
+        stdio.note(f"{job.run}: already exists. The job resumes it with {own}. For a new run, add --name.")
     text = render(on)(job)
     if out is not None:
         if out.exists() and not options.force:
             raise SettingsError(f"{out}: already exists. Add --force to replace it")
-        out.write_text(text, encoding="utf-8")
+        write_text(out, text)
         stdio.note(f"{out}: {summary(job)}")
     else:
-        print(text, end="")
+        stdio.emit(text.rstrip("\n"))
     if submit:
         check_fit(settings, force=options.force)
         file = out or _kept(job, on, text)
         submit_file(on, file)
+
+
+def _check_elsewhere(files: list[Path]) -> None:
+    """Check that a job in another place has its settings. Raises SettingsError for a file outside of this folder."""
+    from slimectl.settings.layers import from_environment
+
+    if outside := next((file for file in files if not file.resolve().is_relative_to(Path.cwd())), None):
+        raise SettingsError(f"{outside}: the job has only the files of this folder. Copy the file here.")
+    if variables := from_environment().variables.values():
+        stdio.say(f"the job does not get {', '.join(variables)} from this environment. Use -s or a settings file")
 
 
 def _path(path: Path) -> str:
@@ -127,10 +149,13 @@ def check_fit(settings: Settings, *, force: bool) -> None:
 
 def _kept(job: Job, on: Target, text: str) -> Path:
     """Write a job next to the runs, so that it can be submitted again."""
+    from slimectl.data.atomic_replace import storage_errors, write_text
+
     suffix = "yaml" if on in ("kubernetes", "skypilot") else "sh"
     file = Path(job.run).parent / f"{job.label}.{on}.{suffix}"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
+    with storage_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, text)
     return file
 
 

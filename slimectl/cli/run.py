@@ -166,7 +166,7 @@ def closing_words(job: TrainingRun, recipe: Recipe) -> None:
     commands = [f"slimectl view {shlex.quote(str(path))}", *samples]
     if count := len(recorder.diagnosis.findings) if recorder.diagnosis else 0:
         commands.insert(0, f"slimectl diagnose {shlex.quote(str(path))}    # {stdio.quantity(count, 'finding')}")
-    commands += [line.format(run=path) for line in recipe.table.get("next", [])]
+    commands += [line.format(run=shlex.quote(str(path))) for line in recipe.table.get("next", [])]
     stdio.note("try next:\n" + "\n".join(f"  {line}" for line in commands))
 
 

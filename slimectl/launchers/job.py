@@ -13,6 +13,8 @@ from slimectl.settings import Settings
 from slimectl.settings.launch import LaunchSettings
 
 RAY_PORT = 6379
+SIGNAL_EARLY_S = 60
+"""Seconds by which Slurm may send the signal before its time (sbatch --signal)."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Job:
     address: str | None
     """Address of a running Ray cluster."""
     options: LaunchSettings
+    changes: tuple[str, ...] = ()
+    """Settings (-s) for a run that existed before the launch."""
 
     @property
     def start(self) -> str:
@@ -41,7 +45,7 @@ class Job:
     @property
     def resume(self) -> str:
         """Command that resumes the run."""
-        return shlex.join(["slimectl", "run", "--resume", self.run])
+        return shlex.join(["slimectl", "run", "--resume", self.run, *self.changes])
 
     @property
     def uses_ray(self) -> bool:
@@ -49,20 +53,26 @@ class Job:
 
     @property
     def label(self) -> str:
-        """The name as Kubernetes and SkyPilot allow it."""
-        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40] or "run"
+        """The name as Kubernetes and SkyPilot allow it: it starts with a letter and ends with a letter or digit."""
+        words = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+        return (words if words[:1].isalpha() else f"run-{words}")[:40].strip("-")
 
 
 def job_of(settings: Settings, arguments: tuple[str, ...], folder: Path, placement: Placement) -> Job:
     """Return the job of a run with these settings, whose parts are placed as in `placement`.
 
-    Raises SettingsError if several machines are needed without Ray, or if a signal leaves no time to save.
+    Raises SettingsError if several machines are needed without Ray, or if the signal leaves no time to save or to run.
     """
     run, cluster, options = settings.run, settings.cluster, settings.launch
     if options.term_s <= run.grace_s:
         raise SettingsError(
             f"launch.term_s: {options.term_s} leaves no time to save after run.grace_s: {run.grace_s:g}. Raise the "
             f"first, or lower the second."
+        )
+    if options.time_limit_s <= options.term_s + SIGNAL_EARLY_S:
+        raise SettingsError(
+            f"launch.time_limit: {options.time_limit} leaves no time to run. Slurm signals the job launch.term_s: "
+            f"{options.term_s} seconds before the limit, and up to {SIGNAL_EARLY_S} seconds earlier."
         )
     name = run.name or "run"
     nodes = placement.nodes

@@ -62,7 +62,8 @@ def ray_job_manifest(job: Job) -> str:
 
 def _metadata(job: Job) -> dict[str, Any]:
     labels = {"kueue.x-k8s.io/queue-name": job.options.partition} if job.options.partition else {}
-    return {"name": job.label, "namespace": job.options.namespace} | ({"labels": labels} if labels else {})
+    names = {"generateName": f"{job.label}-", "namespace": job.options.namespace}  # a job that ended keeps its name
+    return names | ({"labels": labels} if labels else {})
 
 
 def _pod(job: Job, container: str) -> dict[str, Any]:
@@ -137,8 +138,9 @@ SKY_RAY = """\
 head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
 port={port}
 if [ "$SKYPILOT_NODE_RANK" != 0 ]; then
-    sleep 10
-    exec {start} --address="$head:$port" --block
+    until {start} --address="$head:$port"; do sleep 5; done
+    sleep 5  # Ray goes to the background. The job ends when the first machine's script ends.
+    exit
 fi
 {start} --head --node-ip-address="$head" --port="$port"
 {wait}
@@ -150,7 +152,7 @@ def _on_sky_machines(job: Job) -> str:
     """Return a script for every machine: Ray joins, and the first one runs."""
     start = f"ray start --num-gpus={job.gpus_per_node} --disable-usage-stats"
     ray = SKY_RAY.format(port=RAY_PORT, start=start, wait=wait_for_machines(job.nodes))
-    return "\n".join(["#!/bin/bash", "set -euo pipefail", *prelude(job), ray])
+    return "\n".join(["#!/bin/bash", *prelude(job), ray])
 
 
 def _yaml(value: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ sys.exit(f"Ray at {address}: {count} machines have not joined within 10 minutes"
 def local_script(job: Job, *, options: Sequence[str] = ()) -> str:
     """Return a script that starts the run on this machine with more options, or resumes it."""
     suffix = "".join(f" {shlex.quote(option)}" for option in options)
-    return "\n".join(["#!/bin/bash", "set -euo pipefail", *prelude(job), f'exec "${{command[@]}}"{suffix}', ""])
+    return "\n".join(["#!/bin/bash", *prelude(job), f'exec "${{command[@]}}"{suffix}', ""])
 
 
 def ray_script(job: Job) -> str:
@@ -47,8 +47,12 @@ def slurm_script(job: Job) -> str:
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in _sbatch(job)),
-        "set -uo pipefail",
         *prelude(job),
+        f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt {job.options.requeues} ]; then',
+        f'    echo "job $SLURM_JOB_ID was started again {job.options.requeues} times (launch.requeues)"',
+        "    exit 1",
+        "fi",
+        "set +e  # exit codes are handled below",
         *(_ray(job) if job.uses_ray else ()),
         f'"${{command[@]}}"{options} &',
         "run=$!",
@@ -96,9 +100,13 @@ def _sbatch(job: Job) -> Iterator[str]:
 
 
 def prelude(job: Job) -> list[str]:
-    """Return the lines that change to the job's folder, set up the environment, and choose to start or to resume."""
+    """Return the lines that change to the job's folder, set up the environment, and choose to start or to resume.
+
+    A failure ends the job. Unset variables do not, because scripts that activate environments read some.
+    """
     return [
-        *([f"cd {shlex.quote(job.folder)} || exit 1"] if job.folder else []),
+        "set -eo pipefail",
+        *([f"cd {shlex.quote(job.folder)}"] if job.folder else []),
         *job.options.setup,
         f"command=({job.start})",
         f"if [ -f {shlex.quote(f'{job.run}/manifest.json')} ]; then command=({job.resume}); fi",
@@ -112,11 +120,13 @@ def _ray(job: Job) -> Iterator[str]:
     yield "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN"
     yield "RAY_AUTH_TOKEN=$(head -c 32 /dev/urandom | base64 -w 0)"
     yield "port=$((20000 + SLURM_JOB_ID % 10000))"  # other jobs may have a cluster on the same machine
-    yield "head=$(hostname --ip-address | cut -d ' ' -f 1)"
+    # Debian maps the name to 127.0.1.1, which other machines cannot reach.
+    yield "head=$(hostname --ip-address | tr ' ' '\\n' | grep -v -e '^127\\.' -e : | head -n 1)"
+    yield "head=${head:-$(hostname --all-ip-addresses | cut -d ' ' -f 1)}"
     yield f'{start} --head --node-ip-address="$head" --port="$port" --block >/dev/null &'
     yield "trap 'kill %1' EXIT"
     if job.nodes > 1:
-        worker = "; ".join([*job.options.setup, f'exec {start} --address="$1" --block'])
+        worker = "\n".join(["set -e", *job.options.setup, f'exec {start} --address="$1" --block'])
         yield "# shellcheck disable=SC2016"
         yield f"srun --nodes={job.nodes - 1} --ntasks={job.nodes - 1} --relative=1 \\"
         yield f'    bash -c {shlex.quote(worker)} worker "$head:$port" &'

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from slimectl.settings.base import PositiveInt, Section, Texts
+
+TIME_LIMIT = re.compile(r"(?:(\d+)-)?(\d{1,2}):([0-5]\d):([0-5]\d)")
+
+
+def _one_word(text: str) -> str:
+    if len(text.split()) > 1:
+        raise PydanticCustomError("word", "must not contain blanks")
+    return text
+
+
+Word = Annotated[str, AfterValidator(_one_word)]
 
 
 class LaunchSettings(Section):
@@ -16,9 +29,10 @@ class LaunchSettings(Section):
     section_name: ClassVar[str] = "launch"
 
     setup: Texts = []
-    """Shell lines to run on every machine before slimectl, e.g. ["module load cuda", ". .venv/bin/activate"]."""
+    """Shell lines to run on every machine before slimectl, e.g. ["module load cuda", ". .venv/bin/activate"]. The job
+    ends if one fails."""
 
-    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")] = "24:00:00"
+    time_limit: str = "24:00:00"
     """Time limit of a Slurm job: [DAYS-]HH:MM:SS."""
 
     term_s: PositiveInt = 120
@@ -28,10 +42,10 @@ class LaunchSettings(Section):
     requeues: Annotated[int, Field(ge=0)] = 20
     """Maximum number of times that the job starts again after its time limit, a preemption or a lost machine."""
 
-    partition: str | None = None
+    partition: Word | None = None
     """Slurm partition, or the Kueue queue of a Kubernetes job."""
 
-    account: str | None = None
+    account: Word | None = None
     """Slurm account to charge."""
 
     cpus_per_node: PositiveInt | None = None
@@ -40,7 +54,7 @@ class LaunchSettings(Section):
     memory_gib_per_node: PositiveInt | None = None
     """Host memory in GiB to ask for on every machine. Default: what the scheduler gives."""
 
-    gpu_type: str | None = None
+    gpu_type: Word | None = None
     """Kind of GPU: for Slurm and SkyPilot a type such as h100 or H100, for Kubernetes the value of the node label
     nvidia.com/gpu.product."""
 
@@ -50,15 +64,30 @@ class LaunchSettings(Section):
     options: Texts = []
     """Further #SBATCH options, e.g. ["--exclusive", "--constraint=nvlink"]."""
 
-    image: str | None = None
+    image: Word | None = None
     """Container image for Kubernetes (required) and SkyPilot."""
 
-    namespace: str = "default"
+    namespace: Word = "default"
     """Kubernetes namespace."""
 
-    claim: str | None = None
+    claim: Word | None = None
     """Storage of the runs. Kubernetes: a PersistentVolumeClaim that every pod can mount (ReadWriteMany), with the
     project and its data. SkyPilot: a bucket such as s3://NAME."""
 
     folder: str = "/workspace"
     """Folder at which the claim is mounted. In Kubernetes slimectl starts there."""
+
+    @field_validator("time_limit")
+    @classmethod
+    def _check_time_limit(cls, text: str) -> str:
+        """Reject a limit in another form. Without quotes, YAML reads 24:00:00 as a number of seconds."""
+        if not TIME_LIMIT.fullmatch(text):
+            raise PydanticCustomError("time_limit", "write it as [DAYS-]HH:MM:SS, in quotes in a file")
+        return text
+
+    @property
+    def time_limit_s(self) -> int:
+        match = TIME_LIMIT.fullmatch(self.time_limit)
+        assert match is not None
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

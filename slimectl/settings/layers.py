@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import tomllib
@@ -96,7 +97,7 @@ def _read_document(path: Path, kind: str, *, toml: bool) -> dict[str, Any]:
     """Parse a TOML or YAML file. Raises SettingsError, which calls the file a `kind`."""
     try:
         text = path.read_text(encoding="utf-8")
-        document = tomllib.loads(text) if toml else _yaml(text)
+        document = _with_dates_as_text(tomllib.loads(text) if toml else _yaml(text))
     except FileNotFoundError:
         raise SettingsError(f"{path}: no such {kind}") from None
     except OSError as error:
@@ -107,6 +108,18 @@ def _read_document(path: Path, kind: str, *, toml: bool) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise SettingsError(f"{path}: {FORMS[kind]}")
     return document
+
+
+DATES = (datetime.date, datetime.time)
+
+
+def _with_dates_as_text(value: Any) -> Any:
+    """Return a document with its dates and times as text. Settings that look like one are names or time limits."""
+    if isinstance(value, dict):
+        return {key: _with_dates_as_text(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_dates_as_text(item) for item in value]
+    return value.isoformat() if isinstance(value, DATES) else value
 
 
 def _yaml(text: str) -> Any:
@@ -190,13 +203,14 @@ def nested(values: Mapping[str, Any]) -> Values:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a TOML value, `none` as None. Any other text is returned unchanged."""
+    """Parse a TOML value, `none` as None. Any other text, and a date or time, is returned unchanged."""
     if text.strip().lower() in ("none", "null"):
         return None
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    return text if isinstance(value, DATES) else _with_dates_as_text(value)
 
 
 def merge(old: Any, new: Any) -> Any:

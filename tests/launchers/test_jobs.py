@@ -42,7 +42,7 @@ def test_a_slurm_job_asks_for_the_machines_and_gpus_of_the_cluster_section():
         assert f"#SBATCH {option}\n" in text
     assert f"command=(slimectl run {TWO})\n" in text
     assert f"then command=(slimectl run --resume runs/{TWO}); fi" in text
-    assert "launch." not in text
+    assert "-s launch." not in text
 
 
 def test_split_gpus_of_one_machine_are_one_job_of_eight():
@@ -90,7 +90,24 @@ def test_a_skypilot_task_keeps_its_runs_in_the_bucket():
             (TWO, "-s", "run.grace_s=300"),
             "launch.term_s: 120 leaves no time to save after run.grace_s: 300. Raise the first, or lower the second.",
         ),
-        ((TWO, "-s", "launch.time_limit=tomorrow"), "launch.time_limit"),
+        (
+            (TWO, "-s", "launch.time_limit=60"),
+            "launch.time_limit: write it as [DAYS-]HH:MM:SS, in quotes in a file, not 60 (command line)",
+        ),
+        (
+            (TWO, "-s", "launch.time_limit=00:03:00"),  # 120 s, and the 60 s of sbatch
+            "launch.time_limit: 00:03:00 leaves no time to run. Slurm signals the job launch.term_s: 120 seconds "
+            "before the limit, and up to 60 seconds earlier.",
+        ),
+        (
+            (TWO, "-s", "launch.partition=a b"),
+            "launch.partition: must not contain blanks, not 'a b' (command line)",
+        ),
+        ((TWO, "-o", "missing/job.sh"), "missing/job.sh: No such file or directory"),
+        (
+            ("../mine.toml", "--on", "skypilot"),
+            "../mine.toml: the job has only the files of this folder. Copy the file here.",
+        ),
         ((TWO, "--submit", "-s", "launch.gpu_memory_gib=16"), "the run does not fit into 16 GiB per GPU"),
         (("qwen3-8b-8xh10",), "Did you mean qwen3-8b-8xh100?"),
     ],
@@ -98,12 +115,15 @@ def test_a_skypilot_task_keeps_its_runs_in_the_bucket():
 def test_what_cannot_be_launched_is_refused_in_a_line(
     words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text('[model]\ncard = "tiny"\n[rollout]\ndata = ["p.jsonl"]\n')
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
     monkeypatch.setenv("PATH", str(tmp_path))  # no sbatch
     code, _, err = launch(*words)
-    assert code == 2
+    assert code == (1 if "-o" in words else 2)
     assert message in err
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []
 
 
 def test_a_missing_scheduler_is_named_and_the_job_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -113,3 +133,85 @@ def test_a_missing_scheduler_is_named_and_the_job_is_kept(tmp_path: Path, monkey
     assert code == 4
     assert "sbatch: not found. On a machine that has it: sbatch runs/quickstart.slurm.sh" in err
     assert (tmp_path / "runs" / "quickstart.slurm.sh").read_text().startswith("#!/bin/bash\n#SBATCH")
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize("on", ["local", "slurm"])
+@pytest.mark.parametrize(
+    ("setup", "runs"),
+    [
+        ('["echo $NOT_SET"]', True),  # scripts that activate environments read unset variables
+        ('["module load cuda/99"]', False),
+        ('["false | cat # comment"]', False),
+        ('"false"', False),
+    ],
+)
+def test_a_setup_line_that_fails_ends_the_job_before_the_run(
+    on: str, setup: str, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "with blanks"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    text = job("quickstart", "--on", on, "-s", "train.device=cpu", "-s", f"launch.setup={setup}", "--name", "my run")
+    program(tmp_path, "slimectl", 'printf "%s\\n" "$PWD" "$@"')
+    result = subprocess.run(
+        ["bash"], input=text, capture_output=True, text=True, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, cwd="/"
+    )
+    expected = ["run", "quickstart", "-s", "train.device=cpu", "--name", "my run"] if runs else []
+    assert [line for line in result.stdout.splitlines() if line] == ([str(folder), *expected] if runs else [])
+    assert (result.returncode == 0) == runs
+
+
+def test_a_job_that_was_started_too_often_ends(tmp_path: Path):
+    text = job("quickstart", "-s", "train.device=cpu", "-s", "launch.requeues=2")
+    program(tmp_path, "slimectl", "echo run")
+    for restarts, printed in (("2", "run\n"), ("3", "job 7 was started again 2 times (launch.requeues)\n")):
+        variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_RESTART_COUNT": restarts, "SLURM_JOB_ID": "7"}
+        assert subprocess.run(["bash"], input=text, capture_output=True, text=True, env=variables).stdout == printed
+
+
+def test_the_job_of_a_run_that_exists_resumes_it_with_the_settings_given_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    words = ("quickstart", "--name", "my run", "-s", "run.num_rollout=400", "-s", "launch.partition=gpu")
+    assert "command=(slimectl run --resume 'runs/my run');" in job(*words)
+    folder = tmp_path / "runs" / "my run"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+    _, out, err = launch(*words)
+    assert "command=(slimectl run --resume 'runs/my run' -s run.num_rollout=400);" in out
+    assert err == (
+        "runs/my run: already exists. The job resumes it with its own settings and -s. For a new run, add --name.\n"
+    )
+
+
+def test_a_job_elsewhere_names_the_variables_that_it_does_not_get(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SLIMECTL_TRAIN_LR", "0.1")
+    _, _, err = launch("quickstart", "--on", "skypilot", "-s", "train.device=cpu")
+    assert "SLIMECTL_TRAIN_LR" in err
+    assert err.startswith("the job does not get SLIMECTL_")
+    assert "SLIMECTL_TRAIN_LR" not in launch("quickstart", "--on", "slurm")[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("8b", "run-8b"),  # Kubernetes names services after it, which start with a letter
+        ("My Run.2", "my-run-2"),
+        ("a" * 39 + ".b", "a" * 39),  # 40 characters would end with a dash
+        ("漢字", "run"),
+    ],
+)
+def test_labels_are_names_of_services(name: str, label: str):
+    text = job("quickstart", "--name", name, "--on", "kubernetes", "-s", "launch.image=i", "-s", "launch.claim=c")
+    assert yaml.safe_load(text)["metadata"]["generateName"] == f"{label}-"
+
+
+def test_an_engine_in_the_trainers_process_shares_its_gpu():
+    assert "#SBATCH --gpus-per-node=1\n" in job("quickstart")
+    assert "#SBATCH --gpus-per-node=2\n" in job("quickstart", "-s", "cluster.executor=ray")

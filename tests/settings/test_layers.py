@@ -175,10 +175,23 @@ def test_an_empty_value_or_none_empties_a_list(value: str):
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("1e-5", 1e-5), ("true", True), ("none", None), ("[1, 2]", [1, 2]), ("a.jsonl", "a.jsonl")]
+    ("text", "value"),
+    [("1e-5", 1e-5), ("true", True), ("none", None), ("[1, 2]", [1, 2]), ("a.jsonl", "a.jsonl")]
+    + [(text, text) for text in ("2026-01-31", "00:20:00", "2026-01-31T10:00:00Z")],
 )
 def test_values_are_toml_where_they_can_be(text: str, value: object):
     assert parse_value(text) == value
+
+
+@pytest.mark.parametrize("suffix", ["toml", "yaml"])
+def test_dates_and_times_without_quotes_are_text(suffix: str, tmp_path: Path):
+    file = tmp_path / f"s.{suffix}"
+    toml = '[run]\nname = 2026-01-31\n[launch]\ntime_limit = 00:20:00\noptions = ["--begin=x", 10:00:00]\n'
+    yaml = 'run:\n  name: 2026-01-31\nlaunch:\n  time_limit: "00:20:00"\n  options: ["--begin=x", "10:00:00"]\n'
+    file.write_text(toml if suffix == "toml" else yaml)
+    settings = resolve([from_file(file)]).settings
+    assert (settings.run.name, settings.launch.time_limit) == ("2026-01-31", "00:20:00")
+    assert settings.launch.options == ["--begin=x", "10:00:00"]
 
 
 def test_a_file_that_is_missing_or_no_toml_or_has_no_sections_is_refused(tmp_path: Path):

@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 def placement(settings: Settings) -> Placement:
     """Assign the GPUs of every machine to trainer ranks and engines."""
     cluster = settings.cluster
+    in_process = cluster.executor == "local" and not settings.uses_servers
     on_gpu = "cuda" in (settings.train.device, settings.engine.device) or device("auto") == "cuda"
     return Placement(
         actor_nodes=cluster.actor_num_nodes,
         actor_gpus_per_node=cluster.actor_num_gpus_per_node,
         engine_gpus=() if settings.engine.url else settings.engine_gpus,
         gpus_per_node=cluster.num_gpus_per_node,
-        colocate=cluster.colocate,
+        colocate=cluster.colocate or in_process,
         on_gpu=on_gpu,
     )
 
