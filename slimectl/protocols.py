@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
 
 from slimectl.types import (
     Completion,
@@ -97,7 +97,7 @@ class Policy(Protocol):
     def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
         """Call `consumer(weights)` in the process that holds the weights (rank 0), without a copy.
 
-        `consumer` must be picklable.
+        With RankConsumers, several ranks are called at the same time. `consumer` must be picklable.
         """
         ...
 
@@ -244,6 +244,17 @@ class MessageMemory(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class RankConsumers:
+    """Consumers of a policy's weights (Policy.consume_weights) by the rank that calls each."""
+
+    by_rank: Mapping[int, Callable[[NamedTensors], Any]]
+
+    def __call__(self, tensors: NamedTensors) -> Any:
+        """Consume the weights of a policy that has only rank 0."""
+        return self.by_rank[0](tensors)
+
+
 class WeightUpdateClient(Protocol):
     """Client of the engines for weight updates over HTTP: a call goes to all workers and returns when all have replied.
 
@@ -255,6 +266,10 @@ class WeightUpdateClient(Protocol):
     @property
     def urls(self) -> Sequence[str]:
         """Addresses of the workers."""
+        ...
+
+    def only(self, urls: Sequence[str]) -> Self:
+        """Return a client of some of the workers."""
         ...
 
     @property
@@ -410,6 +425,10 @@ class Executor(Protocol):
 
     def host(self, build: Callable[[], Any], *, name: str, gpus: float = 0.0) -> Any:
         """Build an object in a process of the executor's choice. Its methods can be called, its generators streamed."""
+        ...
+
+    def rank_beside(self, name: str) -> int | None:
+        """Return the rank that shares the first GPU of a hosted object, or None."""
         ...
 
     def stream(self, make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:

@@ -6,7 +6,7 @@ import inspect
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from slimectl.data.streams import prefetch
 from slimectl.executors.time_limits import WARM_UP_S, Limited, overrun, wall_limit
+from slimectl.planner.placement import PartTable, Placement
 from slimectl.protocols import Serve
 from slimectl.system.event_loop import run_coroutine
 
@@ -32,11 +33,16 @@ IN_HAND = 4
 class LocalExecutor:
     """Runs ranks, hosted objects, streams and worker pools on one machine. Their processes live until `close`.
 
-    Output of ranks goes to rank-0.log, … in `logs`, or to stderr without it.
+    Output of ranks goes to rank-0.log, … in `logs`, or to stderr without it. Hosted servers see only their own of the
+    `gpus`, which are named as in CUDA_VISIBLE_DEVICES and divided among ranks and servers as in `placement`.
     """
 
-    def __init__(self, *, logs: Path | None = None) -> None:
+    def __init__(
+        self, *, logs: Path | None = None, placement: Placement | None = None, gpus: Sequence[str] = ()
+    ) -> None:
         self._logs = logs
+        self._parts = PartTable(placement) if placement else None
+        self._gpus = gpus
         self._abandoned = threading.Event()
         self._groups: list[LocalRanks] = []
         self._hosted = ExitStack()
@@ -55,8 +61,14 @@ class LocalExecutor:
     def host(self, build: Callable[[], Any], *, name: str, gpus: float = 0.0) -> Any:
         """Build the object in this process and return it. `close` closes it."""
         instance = build()
+        if gpus and self._parts is not None:
+            places = self._parts.placement.of_part(self._parts.assign(name, gpus))
+            instance.show_gpus([self._gpus[place] for place in places])
         self._hosted.callback(close_hosted, instance)
         return instance
+
+    def rank_beside(self, name: str) -> int | None:
+        return self._parts.rank_beside(name) if self._parts is not None else None
 
     def stream(self, make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
         return prefetch(make, ahead=ahead, abandoned=self._abandoned)

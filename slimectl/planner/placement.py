@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
+
+from slimectl.errors import BackendError
 
 SHARED = 0.5
 """Fraction of a GPU that a rank and an engine each reserve if they share it."""
@@ -150,6 +153,38 @@ class Placement:
             lambda n: replace(self, actor_gpus_per_node=n)._first_spanning_engine() is None,
         )
         return f", or train on {' or '.join(map(str, sizes))}" if sizes else ""
+
+
+class PartTable:
+    """The engine parts of a placement, each with the name of the host that uses it. Thread-safe."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self._part_of: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def assign(self, name: str, gpus: float) -> int:
+        """Return the part of `gpus` GPUs for a host: the one it had before, or the first free one.
+
+        Raises BackendError if none is free.
+        """
+        parts = self.placement.parts
+        with self._lock:
+            sized = [index for index, part in enumerate(parts) if part.gpus == gpus]
+            if self._part_of.get(name) not in sized:
+                free = [index for index in sized if index not in self._part_of.values()]
+                if not free:
+                    engines = len({parts[index].engine for index in sized})
+                    raise BackendError(
+                        f"the placement has {engines} engines with {gpus:g} GPUs, all in use: none left for {name}"
+                    )
+                self._part_of[name] = free[0]
+            return self._part_of[name]
+
+    def rank_beside(self, name: str) -> int | None:
+        """Return the rank that shares the first GPU of a host, or None."""
+        part = self._part_of.get(name)
+        return None if part is None else self.placement.bundles[self.placement.of_part(part)[0]].rank
 
 
 def divisibility_warnings(rollouts_per_round: int, rollouts_per_step: int, data: int) -> Iterator[str]:

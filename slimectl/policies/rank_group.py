@@ -6,12 +6,11 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimectl.errors import SettingsError
-from slimectl.protocols import Adapter, Executor, NamedTensors, Policy, RankPipe, Sleeper
+from slimectl.protocols import Adapter, Executor, NamedTensors, Policy, RankConsumers, RankPipe, Sleeper
 from slimectl.system.timeline import timeline
 from slimectl.types import Loss, Metrics, TopTokens, TrainingSample
 
@@ -155,7 +154,10 @@ class DistributedPolicy:
             self._lock.release()
 
     def consume_weights(self, consumer: Callable[[NamedTensors], Any]) -> Any:
-        """Call `consumer(weights)` on rank 0 and return its result. `consumer` and the result must be picklable."""
+        """Call `consumer(weights)` on rank 0, or protocols.RankConsumers on their ranks, and return a result.
+
+        The consumers and the result must be picklable.
+        """
         return self._call("consume_weights", consumer)
 
     def consume_adapter(self, consumer: Callable[[Adapter], Any]) -> Any:
@@ -246,10 +248,10 @@ def _result(policy: Policy, method: str, arguments: Sequence[Any], pipe: RankPip
 
     if method == "consume_weights":
         weights = policy.weights()
-        return _consume(weights, partial(arguments[0], weights), rank)
+        return _consume_on_ranks(weights, weights, arguments[0], rank)
     if method == "consume_adapter":
         adapter: Adapter = policy.adapter()  # type: ignore[attr-defined]
-        return _consume(adapter.tensors, partial(arguments[0], adapter), rank)
+        return _consume_on_ranks(adapter.tensors, adapter, arguments[0], rank)
     if method == "sleep":
         return policy.sleep(keep_weights=arguments[0]) if isinstance(policy, Sleeper) else None
     if method != "weights":
@@ -278,10 +280,18 @@ def _gather(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]
     return [result for result, _ in answers]
 
 
-def _consume(tensors: NamedTensors, consumer: Callable[[], Any], rank: int) -> Any:
-    """Call `consumer` on rank 0. Every rank iterates over all tensors, because gathering a tensor is collective."""
+def _consume_on_ranks(tensors: NamedTensors, argument: Any, consumer: Callable[[Any], Any], rank: int) -> Any:
+    """Call RankConsumers on their ranks, and any other consumer on rank 0."""
+    if not isinstance(consumer, RankConsumers):
+        return _consume(tensors, argument, consumer if rank == 0 else None)
+    results = _gather(_consume, (tensors, argument, consumer.by_rank.get(rank)))
+    return next(result for result in results if result is not None)
+
+
+def _consume(tensors: NamedTensors, argument: Any, consumer: Callable[[Any], Any] | None) -> Any:
+    """Call the consumer of this rank, if any. Every rank iterates over all tensors: gathering one is collective."""
     try:
-        return consumer() if rank == 0 else None
+        return None if consumer is None else consumer(argument)
     finally:
         for _ in tensors:
             pass

@@ -178,7 +178,10 @@ class RolloutService:
             # A sampler in another process is a proxy that forwards the weights.
             receiver = self.sampler.engine if isinstance(self.sampler, RolloutWorker) else self.sampler
             return builders.WeightSynchronizer(builders.InProcessSync(policy, receiver), policy)
-        transport = builders.to_servers(self._settings, policy, self._workers, model=self._model, folder=self._folder)
+        rank_of = self._pool.rank_of if self._pool is not None else None
+        transport = builders.to_servers(
+            self._settings, policy, self._workers, model=self._model, folder=self._folder, rank_of=rank_of
+        )
         if self._pool is not None:
             # A restarted server gets the weights of the other servers, or newer ones, before any request.
             self._pool.restore = lambda url: transport.push_to(builders.workers(self._settings, [url]))

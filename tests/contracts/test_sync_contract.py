@@ -179,6 +179,16 @@ def test_after_a_push_an_engine_writes_what_the_weights_write(
         train_to_another_answer(policy, answer.tokens, model_dir())
 
 
+def test_the_rank_on_the_gpu_of_an_engine_sends_to_it(policies: dict[str, Policy], served: str, model_dir: ModelDir):
+    policy, workers = policies["two ranks"], serving.workers([served], timeout_s=60)
+    train_to_another_answer(policy, answers([served], model_dir())[0].tokens, model_dir())
+    sync = TensorSync(policy, workers, buffer_bytes=MESSAGE_BYTES, rank_of={served: 1}.__getitem__)
+    assert sync.push()["bytes"] > 0
+    (answer,) = answers([served], model_dir())
+    assert answer.tokens == expected(policy, model_dir())
+    assert answer.weight_versions == [policy.weight_version]
+
+
 @pytest.mark.parametrize("kind", ["disk", "delta"])
 def test_a_function_of_the_users_sees_what_was_written_before_engines_read_it(
     kind: str, served: str, model_dir: ModelDir, tmp_path: Path

@@ -23,7 +23,7 @@ from slimectl.errors import BackendError, CheckpointError
 from slimectl.executors.local import LocalExecutor
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.policies.rank_group import DistributedPolicy
-from slimectl.protocols import NamedTensors
+from slimectl.protocols import NamedTensors, RankConsumers
 from slimectl.runtime.profiling import RoundProfiler
 
 pytestmark = pytest.mark.slow
@@ -137,6 +137,21 @@ def test_weights_are_handed_over_on_rank_0_and_what_is_made_of_them_comes_back(t
     assert len(two.log_probs(random_rows())) == 9
 
 
+def test_weights_are_handed_over_on_the_ranks_that_have_a_consumer(two: DistributedPolicy, tmp_path: Path):
+    names = [name for name, _ in two.weights()]
+    assert two.consume_weights(RankConsumers({1: names_and_rank})) == (names, 1)
+    both = {rank: partial(write_names, tmp_path / str(rank)) for rank in (0, 1)}
+    assert two.consume_weights(RankConsumers(both)) == len(names)
+    assert [(tmp_path / str(rank)).read_text().split() for rank in (0, 1)] == [names, names]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_take_the_weights_fails_for_all_when_they_are_done(two: DistributedPolicy, failing: int):
+    with pytest.raises(BackendError, match="cannot take"):
+        two.consume_weights(RankConsumers({failing: refuse_second, 1 - failing: names_and_rank}))
+    assert len(two.log_probs(random_rows())) == 9
+
+
 def test_a_failure_to_take_the_weights_is_raised_here_and_the_ranks_go_on(two: DistributedPolicy):
     with pytest.raises(BackendError, match="cannot take"):
         two.consume_weights(refuse_second)
@@ -210,6 +225,12 @@ time.sleep(60)
 
 def names_and_rank(weights: NamedTensors) -> tuple[list[str], int]:
     return [name for name, _ in weights], torch.distributed.get_rank()
+
+
+def write_names(file: Path, weights: NamedTensors) -> int:
+    names = [name for name, _ in weights]
+    file.write_text(" ".join(names))
+    return len(names)
 
 
 def first_name(weights: NamedTensors) -> str:

@@ -6,6 +6,7 @@ Subclasses implement the steps for each kind of server, for example engines.sgla
 from __future__ import annotations
 
 import asyncio
+import copy
 import io
 import json
 import math
@@ -14,7 +15,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 import torch
@@ -98,6 +99,11 @@ class HttpWorkers(WeightUpdateClient):
         # Added, not replaced, because another thread may still be sending to the old workers.
         self._update_headers |= {url: self._keys.headers(url, UPDATE_PATH) for url in workers}
         self.urls = workers
+
+    def only(self, urls: Sequence[str]) -> Self:
+        some = copy.copy(self)
+        some.set_urls(urls)
+        return some
 
     # --- steps that each kind of server implements, in addition to the rest of WeightUpdateClient ---------------------
 

@@ -89,6 +89,8 @@ class ServerPool:
     announce: Announce | None = None
     restore: Callable[[str], object] | None = None
     failed: Callable[[BaseException], None] | None = None
+    rank_beside: Callable[[int], int | None] | None = None
+    """Returns the training rank that shares the GPU of server i, if any."""
 
     def __init__(
         self,
@@ -114,6 +116,11 @@ class ServerPool:
     def urls(self) -> list[str]:
         """Addresses of the servers that respond."""
         return [member.url for member in self._members if member.up]
+
+    def rank_of(self, url: str) -> int | None:
+        """Return the training rank that shares the GPU of the server at an address, or None."""
+        index = next(i for i, member in enumerate(self._members) if member.url == url)
+        return self.rank_beside(index) if self.rank_beside is not None else None
 
     @property
     def addresses(self) -> list[str]:

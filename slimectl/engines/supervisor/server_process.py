@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slimectl.engines.api_keys import NO_KEYS, ServerKeys
@@ -141,6 +141,10 @@ class ServerProcess:
         self._segments: set[Path] = set()
         self._log_start = 0
         self._should_run = False
+
+    def show_gpus(self, names: Sequence[str]) -> None:
+        """Let the server see only these GPUs, from its next start on."""
+        self.options = replace(self.options, env={**self.options.env, "CUDA_VISIBLE_DEVICES": ",".join(names)})
 
     def meeting_address(self) -> str:
         """Return a free address on this machine where the processes of one server can meet."""

@@ -188,10 +188,15 @@ class MessageSync(WeightSyncBase):
         with self.paused(workers) as watch:
             if self.adapters:
                 adapted: AdapterPolicy = self.policy  # type: ignore[assignment]
-                sent = adapted.consume_adapter(partial(_send_adapter, send=partial(send, dtype=None), workers=workers))
+                send = partial(_send_adapter, send=partial(send, dtype=None))
+                sent = adapted.consume_adapter(self._consumer(send, workers))
             else:
-                sent = self.policy.consume_weights(partial(send, dtype=self.dtype))
+                sent = self.policy.consume_weights(self._consumer(partial(send, dtype=self.dtype), workers))
         return {"bytes": float(sent), "pause_time": watch.seconds}
+
+    def _consumer(self, send: Callable[..., int], workers: WeightUpdateClient) -> Callable[[Any], int]:
+        """Return what sends weights or an adapter to these workers, on the ranks that do so."""
+        return partial(send, workers=workers)
 
 
 def _send_adapter(adapter: Adapter, *, send: Callable[..., int], workers: WeightUpdateClient) -> int:

@@ -229,7 +229,7 @@ class DistributedSync(MessageSync):
     def _push(self, workers: WeightUpdateClient, version: str) -> Metrics:
         subset = list(workers.urls) != list(self.workers.urls)
         send = partial(
-            _send, workers=workers, key=f"{self._key}-alone" if subset else self._key, keep=not subset, version=version,
+            _send, key=f"{self._key}-alone" if subset else self._key, keep=not subset, version=version,
             most_bytes=self.buffer_bytes, timeout_s=self.timeout_s,
         )  # fmt: skip
         return self._push_by(send, workers)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from slimectl.engines.weight_sync.base import (
     Message,
@@ -17,21 +20,34 @@ from slimectl.engines.weight_sync.base import (
     in_progress_version,
     targets,
 )
-from slimectl.protocols import MessageMemory, NamedTensors, WeightUpdateClient
+from slimectl.protocols import MessageMemory, NamedTensors, RankConsumers, WeightUpdateClient
 from slimectl.types import Metrics
 
 ON_CPU_BYTES = 64 * 2**20
 """Size limit of a CPU message that does not use shared memory. Larger messages would only touch more memory."""
 
 
+@dataclass(eq=False)
 class TensorSync(MessageSync):
     """Sends messages through shared memory that the process keeps for the next push.
 
     The cast to the engines' precision writes directly to where the engines read, so nothing wider is sent.
     """
 
+    rank_of: Callable[[str], int] | None = None
+    """Rank that shares the GPU of the engine at an address, and sends to it: an engine sees no other GPU. Without it,
+    the first rank sends to all engines."""
+
     def _push(self, workers: WeightUpdateClient, version: str) -> Metrics:
-        return self._push_by(partial(_send, workers=workers, version=version, most_bytes=self.buffer_bytes), workers)
+        return self._push_by(partial(_send, version=version, most_bytes=self.buffer_bytes), workers)
+
+    def _consumer(self, send: Callable[..., int], workers: WeightUpdateClient) -> Callable[[Any], int]:
+        urls_by_rank: dict[int, list[str]] = defaultdict(list)
+        for url in workers.urls:
+            urls_by_rank[self.rank_of(url) if self.rank_of else 0].append(url)
+        if set(urls_by_rank) == {0}:
+            return super()._consumer(send, workers)
+        return RankConsumers({rank: partial(send, workers=workers.only(urls)) for rank, urls in urls_by_rank.items()})
 
     def close(self) -> None:
         self.workers.release_memory()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +23,7 @@ from slimectl.executors.ray.placement_group import WAIT_S, PlacedBundles
 from slimectl.executors.ray.pool import Pool
 from slimectl.executors.ray.rank_group import RayRanks, started
 from slimectl.executors.time_limits import Limited, wall_limit
-from slimectl.planner.placement import Placement
+from slimectl.planner.placement import PartTable, Placement
 from slimectl.protocols import Serve
 from slimectl.system.loopback import bypass_proxies
 from slimectl.system.processes import ProcessView
@@ -48,8 +47,6 @@ class RayExecutor:
         self._logs = None if logs is None else logs.absolute()
         self._groups: list[RayRanks] = []
         self._hosts: dict[str, Host] = {}
-        self._parts: dict[int, str] = {}
-        self._engine_lock = threading.Lock()
         self._connected = not ray.is_initialized()
         self._session = connect(address, cpus=len(placement.bundles) + 1 if placement else 1)
         bypass_proxies(*machine_addresses())
@@ -58,6 +55,7 @@ class RayExecutor:
         self.places: PlacedBundles | None = None
         try:
             self.places = PlacedBundles(placement, wait_s=wait_s) if placement else None
+            self._parts = PartTable(placement) if placement else None
         except BaseException:
             self.close()
             raise
@@ -88,8 +86,10 @@ class RayExecutor:
             self._end_host(name)
         place: dict[str, Any] = {}
         environment = self._environment
-        part = self._assign_part(name, gpus) if gpus else None
-        if part is not None and self.places is not None:
+        if gpus:
+            if self.places is None or self._parts is None:
+                raise BackendError("a host with GPUs needs a placement that has engines")
+            part = self._parts.assign(name, gpus)
             self.places.settle()
             place = self.places.of_part(part)
             if gpus > 1:
@@ -98,6 +98,9 @@ class RayExecutor:
                 environment = replace(environment, variables={**environment.variables, **visible})
         self._hosts[name] = host = self._start_host(build, name, environment, place)
         return Proxy(host)
+
+    def rank_beside(self, name: str) -> int | None:
+        return self._parts.rank_beside(name) if self._parts is not None else None
 
     def stream(self, make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
         """Stream the items of `make()`.
@@ -187,18 +190,6 @@ class RayExecutor:
             pass  # it has ended, or is killed below
         finally:
             kill([host.actor], [host.location])
-
-    def _assign_part(self, name: str, gpus: float) -> int:
-        """Return the engine part of `gpus` GPUs for `name`: the one it had before, or the first free one."""
-        if self.places is None:
-            raise BackendError("a host with GPUs needs a placement that has engines")
-        with self._engine_lock:
-            parts = self.places.placement.parts
-            for index, part in enumerate(parts):
-                if part.gpus == gpus and self._parts.setdefault(index, name) == name:
-                    return index
-        engines = len({part.engine for part in parts if part.gpus == gpus})
-        raise BackendError(f"the placement has {engines} engines with {gpus:g} GPUs, all in use: none left for {name}")
 
 
 def _identity(make: Callable[[], Any]) -> Callable[[], Any]:

@@ -64,10 +64,36 @@ class LocalBackend(ExecutorBackend):
     def spans_machines(self, settings: Settings) -> bool:
         return False
 
+    def check(self, settings: Settings) -> None:
+        self._servers_gpus(settings, trains=True)  # raises
+
     def build(self, settings: Settings, *, logs: Path | None, trains: bool) -> Executor:
         from slimectl.executors.local import LocalExecutor
 
-        return LocalExecutor(logs=logs)
+        places, gpus = self._servers_gpus(settings, trains=trains)
+        return LocalExecutor(logs=logs, placement=places, gpus=gpus)
+
+    def _servers_gpus(self, settings: Settings, *, trains: bool) -> tuple[Placement | None, list[str]]:
+        """Return the placement of servers on GPUs, and this machine's GPUs.
+
+        Raises SettingsError if they are too few.
+        """
+        from slimectl.executors.commands import visible_gpus
+
+        if not settings.uses_servers or settings.engine.url or device(settings.engine.device) != "cuda":
+            return None, []
+        places, gpus = placement(settings), visible_gpus()
+        if not trains or device(settings.train.device) != "cuda":
+            places = replace(places, actor_nodes=0)
+        if problems := list(places.problems()):
+            raise SettingsError("\n".join(problems))
+        if places.nodes > 1 or len(places.bundles) > len(gpus):
+            shared = "" if settings.cluster.colocate else ", or let engines and trainer share them (cluster.colocate)"
+            raise SettingsError(
+                f"cluster.rollout_num_gpus: engines and trainer need {len(places.bundles)} GPUs, but this machine shows"
+                f" {len(gpus)}. Use fewer{shared}, or use more machines (cluster.executor = ray)."
+            )
+        return places, gpus
 
     def commands(self, sweep: SweepSettings, settings: Settings) -> Commands:
         from slimectl.executors.commands import LocalCommands, visible_gpus

@@ -109,7 +109,7 @@ def new_pool(settings: Settings, model: Path, *, executor: Executor, folder: Pat
     specs = engine_backend(settings).specs(settings, served_model(settings.engine, model))
     specs = [spec for spec in specs if spec.gets_weights]
 
-    return ServerPool(
+    pool = ServerPool(
         lambda i: _hosted(settings, specs[i], executor=executor, logs=logs, waiting=waiting),
         len(specs),
         router=_router(settings, logs),
@@ -122,6 +122,8 @@ def new_pool(settings: Settings, model: Path, *, executor: Executor, folder: Pat
             max_restarts=engine.max_restarts,
         ),
     )
+    pool.rank_beside = lambda i: executor.rank_beside(specs[i].name)
+    return pool
 
 
 def auxiliary_servers(

@@ -68,9 +68,13 @@ def workers(settings: Settings, urls: Sequence[str]) -> HttpWorkers:
 
 
 def to_servers(
-    settings: Settings, policy: Policy, receivers: WeightUpdateClient, *, model: Path, folder: Path
-) -> WeightSyncBase:
-    """Build the transport of sync.transport. Its files go to sync.update_weight_disk_dir, or below `folder`."""
+    settings: Settings, policy: Policy, receivers: WeightUpdateClient, *, model: Path, folder: Path,
+    rank_of: Callable[[str], int | None] | None = None,
+) -> WeightSyncBase:  # fmt: skip
+    """Build the transport of sync.transport. Its files go to sync.update_weight_disk_dir, or below `folder`.
+
+    `rank_of` returns the rank that shares the GPU of the engine at an address, if any. Raises SettingsError.
+    """
     from slimectl.checkpoints.hf import write_model
     from slimectl.engines.weight_sync.delta import DeltaSync
     from slimectl.engines.weight_sync.disk import DiskSync
@@ -87,10 +91,9 @@ def to_servers(
     if name == "auto":
         all_local = all(urlsplit(url).hostname in LOCAL for url in receivers.urls)
         shares = shared_memory.is_writable() if receivers.shares_memory else adapters
-        shares = shares or device(settings.engine.device) == "cuda"
         by_broadcast = not adapters or "distributed" in receivers.adapter_transports
         is_near = all_local and shares and settings.cluster.actor_num_nodes == 1
-        name = "tensor" if is_near or not by_broadcast else "distributed"
+        name = "tensor" if _shares_gpus(settings) or is_near or not by_broadcast else "distributed"
     options: dict[str, Any] = {"pause_mode": sync.pause_mode, "dtype": dtype}
     if name in ("disk", "delta"):
         options |= {"folder": files, "write": write, "keep_files": sync.update_weight_disk_keep_files}
@@ -99,11 +102,33 @@ def to_servers(
         options |= {"buffer_bytes": sync.update_weight_buffer_size * 2**20, "adapters": adapters}
     if name == "distributed":
         options["timeout_s"] = sync.timeout_s
+    if name == "tensor" and rank_of is not None and _shares_gpus(settings):
+        options["rank_of"] = partial(_rank_beside, rank_of)
     kinds = {"tensor": TensorSync, "distributed": DistributedSync, "disk": DiskSync, "delta": DeltaSync}
     transport: WeightSyncBase = kinds[name](policy, receivers, **options)
     if not sync.check_weight_update_equal:
         return transport
     return VerifiedSync(transport, folder=files, write=write, dtype=dtype)
+
+
+def _shares_gpus(settings: Settings) -> bool:
+    """Return whether engines are on GPUs of the trainer. NCCL refuses to broadcast between processes of one GPU."""
+    import torch
+
+    if device(settings.engine.device) != "cuda" or device(settings.train.device) != "cuda":
+        return False
+    return settings.cluster.colocate or (bool(settings.engine.url) and torch.cuda.device_count() == 1)
+
+
+def _rank_beside(rank_of: Callable[[str], int | None], url: str) -> int:
+    """Return the rank on the GPU of an engine. Raises SettingsError if there is none."""
+    rank = rank_of(url)
+    if rank is None:
+        raise SettingsError(
+            f"cluster.rollout_num_gpus: no training rank shares the GPU of the engine at {url}, so it would get no"
+            " weights. With cluster.colocate, engines can use only the GPUs of the trainer."
+        )
+    return rank
 
 
 def adapter_obstacle(settings: Settings) -> str | None:
