@@ -1,4 +1,4 @@
-"""Describes this machine: hardware and installed packages as check results, and its speed."""
+"""Describes this machine: hardware and installed packages, as a run records them, and its speed."""
 
 from __future__ import annotations
 
@@ -6,29 +6,15 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, requires, version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from slimectl.system.redaction import redact_text
-
-OPTIONAL = {
-    "transformers": ("torch", "running models"),
-    "ray": ("ray", "--executor ray"),
-    "megatron-core": ("megatron", "--backend megatron"),
-    "tensorboard": ("tensorboard", "track.with = tensorboard"),
-    "reasoning-gym": ("quickstart", "the quickstart recipe"),
-    "pyarrow": ("parquet", "Parquet prompts"),
-    "zstandard": ("zstd", ".zst records and delta weight pushes"),
-    "xxhash": ("zstd", "delta weight pushes"),
-}
 RECORDED = (
     "torch", "transformers", "numpy", "safetensors", "huggingface-hub", "ray", "megatron-core", "sglang", "vllm",
     "peft", "reasoning-gym",
@@ -36,57 +22,6 @@ RECORDED = (
 """Packages whose versions a run records in its manifest."""
 NVIDIA_SMI_S = 10.0
 """Maximum seconds to wait for the names of the GPUs."""
-MODULES = {"megatron-core": "megatron", "reasoning-gym": "reasoning_gym"}
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """Result of one check. `fine` is None for plain information."""
-
-    what: str
-    fine: bool | None
-    detail: str
-    exit_code: int = 1
-    """Exit code of the command if the check failed."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON, with `fine` null for plain information."""
-        return {"check": self.what, "fine": self.fine, "detail": redact_text(self.detail)}
-
-    def __str__(self) -> str:
-        mark = {True: "ok", False: "FAIL", None: "-"}[self.fine]
-        return redact_text(f"{mark:<5} {self.what:<22} {self.detail}")
-
-
-def machine() -> Iterator[CheckResult]:
-    """Yield this machine's hardware and installed packages."""
-    yield CheckResult("python", sys.version_info >= (3, 11), platform.python_version())
-    yield from _torch()
-    yield CheckResult("cores", None, str(cores()))
-    for folder in (Path(), Path("/dev/shm")):
-        if folder.exists():
-            free = shutil.disk_usage(folder).free / 2**30
-            yield CheckResult(f"free in {folder.absolute()}", free > 1, f"{free:.1f} GiB")
-    for package, (extra, purpose) in OPTIONAL.items():
-        if find_spec(MODULES.get(package, package)) is None:
-            yield CheckResult(package, None, f"not installed. For {purpose}: pip install 'slimectl[{extra}]'")
-        else:
-            installed = _version(package)
-            problem = unsupported(package, installed, _requirements())
-            yield CheckResult(package, None if problem else True, f"{installed}{problem}")
-
-
-def _torch() -> Iterator[CheckResult]:
-    """Yield torch's version and the GPUs that it sees, or how to install it."""
-    try:
-        import torch
-    except ModuleNotFoundError:
-        yield CheckResult("torch", None, "not installed. To run models: pip install 'slimectl[torch]'")
-        return
-    cuda = torch.cuda.is_available()
-    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) if cuda else "none"
-    yield CheckResult("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads")
-    yield CheckResult("GPUs", None, names)
 
 
 def environment() -> dict[str, Any]:
@@ -122,38 +57,6 @@ def gpus() -> list[str]:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True)
         return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
     return []
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "no metadata"
-
-
-def _requirements() -> Sequence[str]:
-    """Return the requirements of the installed slimectl. A plain checkout has none."""
-    try:
-        return requires("slimectl") or ()
-    except PackageNotFoundError:
-        return ()
-
-
-def unsupported(package: str, installed: str, requirements: Iterable[str]) -> str:
-    """Return a warning if an installed version is outside the range of a requirement, else "".
-
-    >>> unsupported("ray", "3.1", ["ray<3,>=2.44; extra == 'ray'"])
-    ', but slimectl was tried with <3,>=2.44. Run: pip install "ray<3,>=2.44"'
-    """
-    from packaging.requirements import Requirement
-    from packaging.version import InvalidVersion
-
-    for requirement in map(Requirement, requirements):
-        with suppress(InvalidVersion):  # a package without metadata
-            if requirement.name == package and not requirement.specifier.contains(installed, prereleases=True):
-                bounds = requirement.specifier
-                return f', but slimectl was tried with {bounds}. Run: pip install "{package}{bounds}"'
-    return ""
 
 
 @dataclass(frozen=True)

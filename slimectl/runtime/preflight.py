@@ -15,6 +15,7 @@ from slimectl.errors import RecordError, SettingsError, SlimectlError, missing_l
 from slimectl.hooks import HOOKS, check_hooks, hooks
 from slimectl.runtime import builders
 from slimectl.runtime.capacity import configuration, disk, is_readable, memory, shape_of
+from slimectl.runtime.check_result import CheckResult
 from slimectl.runtime.first_prompts import (
     check_grading,
     check_source,
@@ -23,7 +24,6 @@ from slimectl.runtime.first_prompts import (
     name_model_tokens,
     shown,
 )
-from slimectl.runtime.machine import CheckResult
 from slimectl.settings import Settings
 from slimectl.settings.needs import Need
 from slimectl.settings.score import ScoreSettings

@@ -11,7 +11,7 @@ from slimectl.data.hashing import tensor_checksum
 from slimectl.hooks.user_hooks import UserHooks
 from slimectl.protocols import Policy
 from slimectl.runtime import builders
-from slimectl.runtime.machine import CheckResult
+from slimectl.runtime.check_result import CheckResult
 from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.settings import Settings
 from slimectl.stages.advantages import Models

@@ -42,6 +42,7 @@ SGLANG = InstalledServer(
     },
     help_command="python -m sglang.launch_server --help",
     on_gpu="sglang>=0.5.18,<0.5.22",
+    kernels=("sgl_kernel",),
 )
 
 

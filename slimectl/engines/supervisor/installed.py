@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,28 @@ from slimectl.system.redaction import is_secret_name
 
 WORDS: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "human_readable_int": (int, str)}
 PROBE_TIMEOUT_S = 300
+EXAMINE = """
+import importlib, json, platform, sys, torch
+failed = {}
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+about = [torch.__version__, torch.version.cuda, torch.cuda.device_count(), platform.python_version(), sys.path, failed]
+print(json.dumps(about))
+"""
+"""Program for a server's Python: imports the modules that its arguments name, and describes torch."""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """The packages in the Python of a server, with imports that fail and requirements that are not met."""
+
+    description: str
+    failures: Sequence[str]
+    conflicts: Sequence[str]
+    remedy: str
 
 
 @dataclass(frozen=True)
@@ -41,6 +64,9 @@ class InstalledServer:
     on_gpu: str
     """pip requirement on a machine with a GPU."""
 
+    kernels: tuple[str, ...] = ()
+    """Modules with compiled kernels, which only import where a GPU is."""
+
     def interpreter(self, python: str | None) -> str:
         """Return the Python that runs it: `python`, else this one. Raises BackendError without a supported version."""
         path = python or sys.executable
@@ -59,6 +85,25 @@ class InstalledServer:
                 f"{self._remedy(python)}"
             )
         return path
+
+    def examine(self, python: str | None, *, has_gpu: bool) -> Installation:
+        """Import it in its Python, with its kernels if there is a GPU. Raises BackendError if it does not run."""
+        path, remedy = self.interpreter(python), self._remedy(python)
+        fields_of(path, self.script, self.section)
+        command = [path, "-E", "-c", EXAMINE, *(self.kernels if has_gpu else ())]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no error message"])[-1]
+            raise BackendError(f"{self.section}.python: {path} cannot import torch: {last}. Run: {remedy}")
+        torch, cuda, count, version, paths, failed = json.loads(done.stdout.strip().splitlines()[-1])
+        setting = f"{self.section}.python"
+        numbers = [(name, installed_version(path, name, setting=setting)) for name in self.packages]
+        package, number = next((name, number) for name, number in numbers if number is not None)
+        failures = [f"{path} cannot import {module}: {reason}" for module, reason in failed.items()]
+        if has_gpu and not count:
+            failures.append(f"{path} has torch {torch} (CUDA {cuda}), which sees no GPU")
+        text = f"{package} {number} with torch {torch}" + (f", CUDA {cuda}, {count} GPUs" if has_gpu else "")
+        return Installation(text, failures, list(conflicts(package, paths, version, missing=has_gpu)), remedy)
 
     def flags(self, args: Mapping[str, Any], python: str) -> list[str]:
         """Convert `[SECTION.args]` to command-line flags. Raises SettingsError for args that the server rejects."""
@@ -146,6 +191,33 @@ def installed_version(python: str, package: str, *, setting: str) -> str | None:
         reason = getattr(error, "strerror", None) or f"it fails ({type(error).__name__})"
         raise BackendError(f"{setting}: cannot run {python} as Python: {reason}. Set the path of a Python.") from error
     return result.stdout.strip() or None
+
+
+def conflicts(package: str, paths: Sequence[str], python: str, *, missing: bool) -> Iterator[str]:
+    """Yield each requirement of a package, and of its requirements, that the packages in `paths` do not meet.
+
+    `python` is the version of their Python. With `missing`, also yields requirements that are not installed.
+    """
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    environment = {"extra": "", "python_version": python.rpartition(".")[0], "python_full_version": python}
+    installed = {canonicalize_name(dist.name): dist for dist in distributions(path=list(paths))}
+    names = [canonicalize_name(package)]
+    for name in names:
+        for requirement in map(Requirement, installed[name].requires or ()):
+            if requirement.marker is not None and not requirement.marker.evaluate(environment):
+                continue
+            needed = canonicalize_name(requirement.name)
+            text = f"{installed[name].name} {installed[name].version} needs {requirement.name}{requirement.specifier}"
+            if needed not in installed:
+                if missing:
+                    yield f"{text}, which is not installed"
+                continue
+            if not requirement.specifier.contains(installed[needed].version, prereleases=True):
+                yield f"{text}, but {installed[needed].version} is installed"
+            if needed not in names:
+                names.append(needed)
 
 
 def language_config(model: Path) -> dict[str, Any]:

@@ -41,6 +41,7 @@ VLLM = InstalledServer(
     },
     help_command="vllm serve --help=all",
     on_gpu="vllm==0.32.0",
+    kernels=("vllm._custom_ops",),
 )
 
 

@@ -21,6 +21,7 @@ from slimectl.runtime.builders.data import reward as reward
 from slimectl.runtime.builders.data import shard_prompts as shard_prompts
 from slimectl.runtime.builders.data import training_samples as training_samples
 from slimectl.runtime.builders.engines import engine as engine
+from slimectl.runtime.builders.engines import engine_backend as engine_backend
 from slimectl.runtime.builders.engines import engine_path as engine_path
 from slimectl.runtime.builders.engines import engine_reads as engine_reads
 from slimectl.runtime.builders.engines import keys as keys

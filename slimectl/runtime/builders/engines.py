@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from slimectl.engines.http.api import ServerApi
     from slimectl.engines.http.weight_client import HttpWorkers
     from slimectl.engines.sglang.topology import ServerSpec
+    from slimectl.engines.supervisor.installed import Installation
     from slimectl.engines.supervisor.server_process import ServerOptions, ServerProcess
 
 
@@ -68,6 +69,11 @@ class EngineBackend:
 
     def check(self, settings: Settings) -> None:
         """Check that it can be started here, before anything is built. Raises BackendError or SettingsError."""
+
+    def examine(self, settings: Settings, *, has_gpu: bool) -> Installation | None:
+        """Import its library in the Python that runs it. None if it has no own one. Raises the errors of `check`."""
+        self.check(settings)
+        return None
 
     def engine(self, settings: Settings, folder: Path, tokenizer: Any, *, load: bool) -> Any:
         """Create the engine of a model directory, which is an Engine and a WeightReceiver.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slimectl.engines.http.api import ServerApi
     from slimectl.engines.http.weight_client import HttpWorkers
     from slimectl.engines.sglang.topology import ServerSpec
-    from slimectl.engines.supervisor.installed import InstalledServer
+    from slimectl.engines.supervisor.installed import Installation, InstalledServer
     from slimectl.engines.supervisor.server_process import ServerProcess
 
 
@@ -41,6 +41,11 @@ class InstalledBackend(EngineBackend):
         python = library.interpreter(getattr(settings, library.section).python)
         for spec in self.specs(settings, Path("model")):
             library.flags(spec.args, python)
+
+    def examine(self, settings: Settings, *, has_gpu: bool) -> Installation:
+        self.check(settings)
+        library = self.installed()
+        return library.examine(getattr(settings, library.section).python, has_gpu=has_gpu)
 
     def server_args(self, settings: Settings) -> Mapping[str, Any]:
         args: dict[str, Any] = getattr(settings, self.installed().section).args

@@ -1,0 +1,148 @@
+"""What the checks of a machine read: settings, files below a root, and one report of nvidia-smi.
+
+The report is the XML of `nvidia-smi -q -x`: one call has everything, and a field that a driver does not know is absent.
+A CSV query fails as a whole then, and NVML would be one more dependency.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+from slimectl.planner.placement import Placement
+from slimectl.settings import Settings
+
+NVIDIA_SMI_S = 60.0
+"""Maximum seconds of one call. Without persistence mode, the driver first initializes every GPU."""
+
+
+class NvidiaSmiError(Exception):
+    """nvidia-smi failed. The message is what it printed."""
+
+
+def nvidia_smi(*arguments: str) -> str:
+    """Return what nvidia-smi prints. Raises NvidiaSmiError, and FileNotFoundError without the tool."""
+    if (tool := shutil.which("nvidia-smi")) is None:
+        raise FileNotFoundError("nvidia-smi")
+    try:
+        done = subprocess.run(
+            [tool, *arguments], capture_output=True, text=True, errors="replace", timeout=NVIDIA_SMI_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise NvidiaSmiError(f"nvidia-smi does not answer within {NVIDIA_SMI_S:.0f} s") from None
+    except OSError as error:
+        raise NvidiaSmiError(f"{tool} cannot run: {error.strerror}") from None
+    if done.returncode or not done.stdout.strip():
+        raise NvidiaSmiError(" ".join((done.stdout + done.stderr).split()) or f"exit code {done.returncode}")
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as nvidia-smi reports it. `index` is its number there."""
+
+    index: int
+    report: Element
+
+    def text(self, path: str) -> str:
+        """Return the text of a field, or "" if the driver does not report it."""
+        return (self.report.findtext(path) or "").strip()
+
+    def number(self, path: str) -> float | None:
+        """Return a field without its unit, or None if the driver does not report it."""
+        first, *_ = self.text(path).split() or [""]
+        try:
+            return float(first.rstrip("x"))  # a link width is 16x
+        except ValueError:
+            return None
+
+    @property
+    def name(self) -> str:
+        return self.text("product_name")
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The settings to check for, and the root of the file system whose /proc, /sys and /dev are read."""
+
+    settings: Settings
+    root: Path = Path("/")
+
+    @cached_property
+    def report(self) -> Element:
+        """The report of nvidia-smi. Raises NvidiaSmiError, and FileNotFoundError without the tool."""
+        text = nvidia_smi("-q", "-x")
+        try:
+            return ElementTree.fromstring(text)
+        except ElementTree.ParseError:
+            raise NvidiaSmiError(" ".join(text.split())[:200]) from None
+
+    @cached_property
+    def gpus(self) -> list[Gpu]:
+        """All GPUs. Empty if nvidia-smi is missing or fails."""
+        try:
+            return [Gpu(index, report) for index, report in enumerate(self.report.iter("gpu"))]
+        except (NvidiaSmiError, FileNotFoundError):
+            return []
+
+    @cached_property
+    def visible_names(self) -> list[str] | None:
+        """The entries of CUDA_VISIBLE_DEVICES, or None if it is not set."""
+        value = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return None if value is None else [name.strip() for name in value.split(",") if name.strip()]
+
+    @cached_property
+    def visible(self) -> list[Gpu]:
+        """The GPUs that this process may use. Like CUDA, ignores all entries after the first one that is wrong."""
+        if self.visible_names is None:
+            return self.gpus
+        selected: list[Gpu] = []
+        for name in self.visible_names:
+            if (gpu := self.gpu_of(name)) is None:
+                break
+            selected.append(gpu)
+        return selected
+
+    def gpu_of(self, name: str) -> Gpu | None:
+        """Return the GPU that an entry of CUDA_VISIBLE_DEVICES names: a number, a UUID, or the beginning of one."""
+        if name.isdecimal():
+            return self.gpus[int(name)] if int(name) < len(self.gpus) else None
+        uuids = [(gpu, element.text or "") for gpu in self.gpus for element in gpu.report.iter("uuid")]  # MIG's, too
+        return next((gpu for gpu, uuid in uuids if uuid.startswith(name)), None) if name.startswith(UUIDS) else None
+
+    @cached_property
+    def placement(self) -> Placement:
+        """The GPUs that the settings use. An engine in the trainer's process needs none of its own."""
+        cluster, has_servers = self.settings.cluster, self.settings.uses_servers and not self.settings.engine.url
+        return Placement(
+            cluster.actor_num_nodes,
+            cluster.actor_num_gpus_per_node,
+            self.settings.engine_gpus if has_servers else (),
+            cluster.num_gpus_per_node,
+            cluster.colocate,
+            on_gpu=self.settings.train.device != "cpu",
+        )
+
+    @property
+    def needed_gpus(self) -> int:
+        """GPUs that the settings use on one machine."""
+        if not self.placement.on_gpu:
+            return 0
+        return min(len(self.placement.bundles), self.settings.cluster.num_gpus_per_node)
+
+    def read(self, path: str) -> str:
+        """Return the text of a file below the root, or "" if it cannot be read."""
+        try:
+            return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return ""
+
+
+UUIDS = ("GPU-", "MIG-")
+"""Prefixes of UUIDs."""
