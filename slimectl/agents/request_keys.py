@@ -67,9 +67,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "separate_reasoning": (True,),
     **unset(
         "logit_bias stop_token_ids ignore_eos no_stop_trim regex json_schema structured_outputs guided_json "
-        "guided_regex guided_choice allowed_token_ids suffix web_search_options documents conversation "
-        "prompt_logprobs return_token_ids return_tokens_as_token_ids include_stop_str_in_output "
-        "truncate_prompt_tokens truncation_side"
+        "guided_regex guided_choice allowed_token_ids suffix web_search_options documents conversation prompt_logprobs "
+        "return_token_ids return_tokens_as_token_ids include_stop_str_in_output truncate_prompt_tokens truncation_side"
     ),
 }
 _REMEDIES = {

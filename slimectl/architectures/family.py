@@ -141,9 +141,8 @@ def _sigmoid_fields(config: Config) -> dict[str, Any]:
     groups, best, topk = config.get("n_group") or 1, config.get("topk_group") or 1, config["num_experts_per_tok"]
     if not config.get("norm_topk_prob", True):
         raise CheckpointError(
-            "config.json: norm_topk_prob is false, but Megatron's sigmoid router always normalizes. This model "
-            "cannot be"
-            " trained or converted."
+            "config.json: norm_topk_prob is false, but Megatron's sigmoid router always normalizes. This model cannot "
+            "be trained or converted."
         )
     if groups > 1 and topk != 2 * best:
         raise CheckpointError(

@@ -62,8 +62,7 @@ class ImageTokens:
             if start is None or is_smaller or any(token != self.token for token in tokens[start : start + count]):
                 raise RecordError(
                     f"image {number} is {count} tokens for this model, but the tokens have another number of "
-                    f"placeholders"
-                    " for it. They come from another image processor. Sample them again."
+                    "placeholders for it. They come from another image processor. Sample them again."
                 )
             end = start + count
             if end > len(tokens):

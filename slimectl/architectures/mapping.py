@@ -252,8 +252,7 @@ class ParamMapping:
             if tuple(tensor.shape) != shape:
                 raise CheckpointError(
                     f"{name} has shape {list(tensor.shape)}, but {list(shape)} is expected from config.json. Copy "
-                    f"config and"
-                    " weights from the same checkpoint."
+                    "config and weights from the same checkpoint."
                 )
         return self.join.whole(tensors, empty)
 

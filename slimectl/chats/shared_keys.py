@@ -60,9 +60,8 @@ COMPLETION_REMEDIES = {
 }
 CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **unset(
-        "audio functions input_ids echo add_special_tokens chat_template reasoning task "
-        "return_meta_info return_input_ids_in_sglext return_output_ids_in_sglext return_prompt_text media_io_kwargs "
-        "mm_processor_kwargs"
+        "audio functions input_ids echo add_special_tokens chat_template reasoning task return_meta_info "
+        "return_input_ids_in_sglext return_output_ids_in_sglext return_prompt_text media_io_kwargs mm_processor_kwargs"
     ),
     "modalities": (["text"],),
     "function_call": ("none", "auto"),

@@ -118,8 +118,7 @@ def _rope_scaling(metadata: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "yarn":
         raise CheckpointError(
             f"{SCALING}type = {kind!r} is not supported, only linear and yarn. Convert from the model's original "
-            f"checkpoint"
-            " instead."
+            "checkpoint instead."
         )
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     scaling["original_max_position_embeddings"] = int(

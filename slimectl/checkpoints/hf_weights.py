@@ -124,9 +124,8 @@ def check_head(weights: HFWeights, config: dict[str, Any], path: Path) -> None:
     embedding = min(ends, key=len)
     if not _same_values(weights.get(HEAD), weights.get(embedding)):
         raise CheckpointError(
-            f"{path}: {HEAD} differs from {embedding}, but they are tied in config.json. Set"
-            " tie_word_embeddings to false in config.json if the model was trained with a separate head, or remove"
-            f" {HEAD}."
+            f"{path}: {HEAD} differs from {embedding}, but they are tied in config.json. Set tie_word_embeddings to "
+            f"false in config.json if the model was trained with a separate head, or remove {HEAD}."
         )
 
 

@@ -34,7 +34,6 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
             return Fp8Scale(per_row=schemes[0][2] == "channel")
     layout = quantization.get("format") or quantization.get("fmt") or "plain"
     raise CheckpointError(
-        f"config.json: weights quantized as {method or 'unknown'} ({layout}) are not supported."
-        " Supported: fp8 with weight_block_size or one scale per matrix, compressed-tensors' fp8 and symmetric int4,"
-        " mxfp4."
+        f"config.json: weights quantized as {method or 'unknown'} ({layout}) are not supported. Supported: fp8 with "
+        "weight_block_size or one scale per matrix, compressed-tensors' fp8 and symmetric int4, mxfp4."
     )

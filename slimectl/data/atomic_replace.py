@@ -95,8 +95,7 @@ def refuse_existing(target: Path, *, force: bool) -> None:
     if not is_made(target):
         raise SettingsError(
             f"{target}: slimectl did not create it (it has no slimectl manifest.json) and does not replace it. Use "
-            f"another name, "
-            "or move it away."
+            "another name, or move it away."
         )
 
 

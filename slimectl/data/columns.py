@@ -181,8 +181,7 @@ def image_column(row: Mapping[str, Any], key: str, location: str) -> str:
     if others := unread_media(row, key):
         raise RecordError(
             f"{location}: {others[0]}: only images are supported. Give the frames of a video as images, or remove the "
-            f"row or "
-            f"the column."
+            "row or the column."
         )
     if key != IMAGE_KEY or key in filled:
         return key

@@ -77,8 +77,7 @@ class GroupNumbers:
                 name = "index" if sample.rollout_id is None else "rollout_id"
                 raise RecordError(
                     f"{location}: {name} {execution} occurs twice in group {number}, with others in between. Number "
-                    f"the "
-                    f"samples of a group, and keep the parts of one execution together."
+                    "the samples of a group, and keep the parts of one execution together."
                 )
             if is_repeated or (is_foreign and number < self._last[0]):
                 self._start_rollout(location)

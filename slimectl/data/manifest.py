@@ -67,8 +67,7 @@ def other_model(samples: Path, model: Path) -> str:
         return ""
     return (
         f"{samples}: sampled from {folder}, but {model} has different files or weights. Use samples from the model "
-        f"that "
-        f"you train."
+        "that you train."
     )
 
 

@@ -163,8 +163,7 @@ def _check_lengths(sample: Sample) -> None:
     if routed_tokens(sample.rollout_routed_experts) > max(0, len(sample.tokens) - 1):
         raise RecordError(
             f"Sample.rollout_routed_experts: has experts for {routed_tokens(sample.rollout_routed_experts)} tokens, "
-            f"but of "
-            f"{len(sample.tokens)} tokens all but the last one need them"
+            f"but of {len(sample.tokens)} tokens all but the last one need them"
         )
 
 

@@ -157,8 +157,7 @@ class RunDir:
             old = ", or continue a run of an older version with --resume RUN" if is_old else ""
             raise SettingsError(
                 f"{self.path}: contains {min(strangers)!r} but no manifest.json of a run, so slimectl does not write "
-                f"there. "
-                f"Choose another name for the run with -s run.name=ANOTHER{old}."
+                f"there. Choose another name for the run with -s run.name=ANOTHER{old}."
             )
 
     def check_free(self) -> None:

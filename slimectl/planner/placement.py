@@ -112,9 +112,8 @@ class Placement:
         if (large := next((part.gpus for part in self.parts if part.gpus > machine), None)) is not None:
             sizes = nearest_valid(large, range(machine, 2 * large + 1), lambda size: size % machine == 0)
             yield (
-                f"{ENGINE_SIZE}: {large}, but a machine has {machine} GPUs"
-                f" (cluster.num_gpus_per_node), and a larger engine needs whole machines. Use"
-                f" {' or '.join(map(str, sizes))}."
+                f"{ENGINE_SIZE}: {large}, but a machine has {machine} GPUs (cluster.num_gpus_per_node), and a larger "
+                f"engine needs whole machines. Use {' or '.join(map(str, sizes))}."
             )
         elif (engine := self._first_spanning_engine()) is not None:
             size = self.engine_gpus[engine]

@@ -174,8 +174,7 @@ def check(model: PlannedModel, run: Run) -> None:
     if run.image_tokens > run.seq_len:
         raise SettingsError(
             f"--image-tokens {run.tokens_per_image}: {run.images} images of this size need more than the {run.seq_len} "
-            "tokens"
-            " of a sequence. Raise --seq-len."
+            "tokens of a sequence. Raise --seq-len."
         )
     check_backend(model, run)
     for standing in model.all:

@@ -134,9 +134,8 @@ def label_text(sample: Sample, wanted_by: str) -> str:
     if isinstance(label, list | dict):
         kind = "a list" if isinstance(label, list) else "an object"
         raise RecordError(
-            f"sample {sample.index}: label: {kind}, but the {wanted_by} verifier "
-            f"needs a string or a number. Select a part of it with rollout.label_key, or set "
-            f"score.custom_rm_path."
+            f"sample {sample.index}: label: {kind}, but the {wanted_by} verifier needs a string or a number. Select a "
+            "part of it with rollout.label_key, or set score.custom_rm_path."
         )
     if label is None:
         raise RecordError(f"sample {sample.index}: label: missing, but the {wanted_by} verifier needs it")

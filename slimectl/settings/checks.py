@@ -205,8 +205,7 @@ def _save_format_contradictions(settings: Settings) -> Iterator[str]:
     if settings.algorithm.trained_output == "values" or (critic is not None and critic.shared):
         yield (
             f"megatron.save_format: torch_dist cannot store the value head that {settings.algorithm.name} trains in "
-            "the "
-            f"same model. Set hf."
+            "the same model. Set hf."
         )
 
 
@@ -334,8 +333,7 @@ def _placement_contradictions(settings: Settings) -> Iterator[str]:
     if settings.sglang.server_groups and (settings.sglang.prefill_num_servers or engine.num_engines > 1):
         yield (
             "sglang.server_groups cannot be combined with sglang.prefill_num_servers or engine.num_engines: it lists "
-            "every engine "
-            "itself"
+            "every engine itself"
         )
     yield from _disaggregation_contradictions(settings)
     if engine.router not in ("auto", "none") and not ENGINES.fact(engine.backend, "takes_router", True):

@@ -128,8 +128,7 @@ DEPENDENCIES = (
     Dependency("engine", ("health_check_interval", "health_check_timeout", "health_check_first_wait", "max_restarts"),
                (*_SERVERS, "engine.use_fault_tolerance"), _watches_servers,
                "without servers that this program supervises. Set engine.num_engines or engine.backend, drop "
-               "engine.url, and "
-               "keep engine.use_fault_tolerance"),
+               "engine.url, and keep engine.use_fault_tolerance"),
     Dependency("cluster", ("colocate",), _SERVERS, lambda s: s.uses_servers,
                "with a single embedded engine, which shares the trainer's process. Set engine.num_engines or "
                "engine.backend"),

@@ -31,10 +31,9 @@ NAMES = word_set(
 
 PRONOUNS = word_set(
     "i me my mine myself we us our ours ourselves you your yours yourself yourselves he him his himself she her hers "
-    "herself it its itself they them their theirs themselves "
-    "this that these those who whom whose which what whoever whomever whatever whichever "
-    "anybody anyone anything everybody everyone everything nobody nothing somebody someone something "
-    "each either neither both all some any none"
+    "herself it its itself they them their theirs themselves this that these those who whom whose which what whoever "
+    "whomever whatever whichever anybody anyone anything everybody everyone everything nobody nothing somebody someone "
+    "something each either neither both all some any none"
 )
 """Personal, possessive, reflexive, demonstrative, interrogative, relative, indefinite: IFBench's current list."""
 

@@ -130,8 +130,7 @@ class EngineBackend:
         """
         raise SettingsError(
             "train.use_rollout_routing_replay: servers of engine.backend do not report experts. Use embedded, sglang "
-            "or "
-            "vllm."
+            "or vllm."
         )
 
 

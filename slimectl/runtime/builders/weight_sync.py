@@ -164,8 +164,7 @@ def _pushes_adapters(settings: Settings, receivers: WeightUpdateClient) -> bool:
     if settings.sync.lora == "adapter":
         raise SettingsError(
             f"sync.lora: adapter is not possible: servers at {', '.join(receivers.urls)} do not accept it. Set it to "
-            "auto or "
-            "merged."
+            "auto or merged."
         )
     return False
 
