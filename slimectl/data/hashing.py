@@ -24,9 +24,8 @@ def content_hash(path: str | Path, *, full: bool = False) -> str:
 
     In a directory, weight files and files above BRIEF_BYTES are hashed by size, and safetensors files also by their
     header. Two steps of one run therefore have the same hash, unless `full` reads every byte. A link out of the
-    directory is hashed by its target path. Temporary files (`.tmp-…`) and a
-    model's README.md are ignored. Raises SettingsError if `path` does
-    not exist.
+    directory is hashed by its target path. Temporary files (`.tmp-…`) and a model's README.md are ignored. Raises
+    SettingsError if `path` does not exist.
     """
     path = Path(path)
     if path.is_file():

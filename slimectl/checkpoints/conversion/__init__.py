@@ -47,8 +47,7 @@ def convert_checkpoint(
     `source` as in `resolve_source`. A source with a manifest is hashed completely before it is read.
 
     Repeating the same conversion does nothing and reports `"unchanged"`, unless `force`. An interrupted one resumes
-    with its finished files. Raises SettingsError for unknown conversions, and the errors of
-    `stages.convert.convert`.
+    with its finished files. Raises SettingsError for unknown conversions, and the errors of `stages.convert.convert`.
     """
     path = resolve_source(source)
     if path.is_dir():

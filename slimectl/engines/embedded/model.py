@@ -42,10 +42,9 @@ class Prefix:
     """A computed prompt: its start in the prefix tree, keys and values of the rest, and the logits after it.
 
     `node` is the last node of the cached start, or None. `keys_values` is [L, 2, K, T, D], or what the cache of another
-    model takes in place of it, and `logits_V` is [V].
-    `cached_tokens` counts the tokens taken from the cache. `used` is set when the first sequence takes the prompt.
-    `experts_TLk` covers the whole prompt, including its start, in a mixture of experts. `state` is the state after the
-    prompt in a model with delta nets.
+    model takes in place of it, and `logits_V` is [V]. `cached_tokens` counts the tokens taken from the cache. `used` is
+    set when the first sequence takes the prompt. `experts_TLk` covers the whole prompt, including its start, in a
+    mixture of experts. `state` is the state after the prompt in a model with delta nets.
     """
 
     node: Node | None
