@@ -20,7 +20,8 @@ SIGTERM, 129 by SIGHUP, 141 the reader of stdout closed the pipe.
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from slimectl.system.redaction import redact_text
@@ -127,6 +128,15 @@ def missing_library(error: ModuleNotFoundError, *, wanted_by: str) -> MissingExt
     """Return the error for a library of models that is not installed, or None for another module."""
     package = (error.name or "").partition(".")[0]
     return MissingExtraError(package, extra="torch", wanted_by=wanted_by) if package in LIBRARIES_OF_MODELS else None
+
+
+@contextmanager
+def requiring(package: str, *, extra: str, wanted_by: str) -> Iterator[None]:
+    """Raise MissingExtraError if an import in the block fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(package, extra=extra, wanted_by=wanted_by) from error
 
 
 def _missing_extra(package: str, extra: str, wanted_by: str) -> MissingExtraError:

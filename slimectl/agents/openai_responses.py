@@ -119,10 +119,6 @@ def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     messages[-1] = merged
 
 
-def response_id(reply: AgentReply) -> str:
-    return f"resp_{reply.identity}"
-
-
 def response(replies: Sequence[AgentReply]) -> dict[str, Any]:
     """Return the body of a response."""
     [reply] = replies
@@ -143,7 +139,7 @@ def response(replies: Sequence[AgentReply]) -> dict[str, Any]:
 def _opening(reply: AgentReply) -> dict[str, Any]:
     """Return a response that is in progress."""
     return {
-        "id": response_id(reply), "object": "response", "created_at": reply.created, "model": reply.model,
+        "id": f"resp_{reply.identity}", "object": "response", "created_at": reply.created, "model": reply.model,
         "status": "in_progress", "incomplete_details": None,
         "error": None, "instructions": None, "metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto",
         "tools": [], "temperature": reply.request.sampling.get("temperature"),

@@ -26,10 +26,6 @@ class PrivilegedPrompts:
     reward_key: str | None = None
     """Key of the reward in a dict, as in score.reward_key."""
 
-    @property
-    def needs_siblings(self) -> bool:
-        return "{demonstration}" in self.template
-
     def __call__(self, samples: Sequence[Sample]) -> list[str | Chat | None]:
         """Return a prompt for each sample of a round, or None for a sample that lacks a field of the template.
 
@@ -37,7 +33,7 @@ class PrivilegedPrompts:
         """
         names = [name for name in dict.fromkeys(TEMPLATE_FIELD.findall(self.template)) if name != "prompt"]
         values = [self._fields(sample, names) for sample in samples]
-        if self.needs_siblings:
+        if "{demonstration}" in self.template:
             for fields, response in zip(values, self._demonstrations(samples), strict=True):
                 fields["demonstration"] = response
         for name in names:

@@ -365,7 +365,7 @@ class Template:
             if part.text not in shown and part.text not in text and not (part.alternative and part.alternative in text)
         ]
         missing += [TemplatePart(int(match[1]), "content", match[0]) for match in _PRINTED_PART.finditer(text)]
-        if not self.tools_show(text):
+        if not all(name in text for name in _tool_names(self.tools)):
             names = ", ".join(_tool_names(self.tools))
             self._warn_once("tools", f"the model's chat template does not show the tools of a prompt: {names}")
         for i, message in enumerate(stand_ins):
@@ -376,10 +376,6 @@ class Template:
                 if any(f"'{key}'" in text or f'\\"{key}\\"' in text for key in keys):
                     missing.append(TemplatePart(i, "arguments", call["function"]["name"]))
         return Finding(form, tuple(missing))
-
-    def tools_show(self, text: str) -> bool:
-        """Return whether a rendering shows the names of all tools."""
-        return all(name in text for name in _tool_names(self.tools))
 
     def _stand_in(
         self, i: int, message: dict[str, Any], parts: list[TemplatePart], *, originals: bool

@@ -20,7 +20,7 @@ from slimectl.architectures.config_checks import check_config
 from slimectl.checkpoints.gguf_header import check_gguf
 from slimectl.checkpoints.gguf_metadata import changed_keys
 from slimectl.checkpoints.gguf_tokenizer import tokenizer_of, turn_ends
-from slimectl.errors import CheckpointError, MissingExtraError, first_line
+from slimectl.errors import CheckpointError, first_line, requiring
 
 VOCABULARY = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type", "merges"))
 
@@ -29,10 +29,8 @@ class GGUFFile:
     """A GGUF file. Raises CheckpointError if it has something without a Hugging Face counterpart."""
 
     def __init__(self, path: Path) -> None:
-        try:
+        with requiring("gguf", extra="gguf", wanted_by=str(path)):
             from gguf import GGUFReader
-        except ImportError:
-            raise MissingExtraError("gguf", extra="gguf", wanted_by=str(path)) from None
         self.path = path
         try:
             check_gguf(path)

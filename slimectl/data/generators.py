@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 
 from slimectl.data.json_values import cell_value, jsonable
 from slimectl.data.tables import Listed, Row, Spooled, Table
-from slimectl.errors import MissingExtraError, SettingsError
+from slimectl.errors import SettingsError, requiring
 from slimectl.plugins.callables import load_callable
 from slimectl.plugins.containment import converted
 from slimectl.types import Prompt
@@ -40,11 +40,8 @@ def _scalar(text: str) -> Any:
 
 
 def _reasoning_gym(task: str, arguments: dict[str, Any]) -> Table:
-    try:
+    with requiring("reasoning-gym", extra="quickstart", wanted_by=f"reasoning_gym:{task}"):
         import reasoning_gym
-    except ImportError:
-        wanted_by = f"reasoning_gym:{task}"
-        raise MissingExtraError("reasoning-gym", extra="quickstart", wanted_by=wanted_by) from None
     try:
         # The library's default seed is random, but a resumed run needs the same prompts.
         dataset = reasoning_gym.create_dataset(task, **{"seed": 0, **arguments})

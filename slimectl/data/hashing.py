@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimectl.errors import MissingExtraError, SettingsError
+from slimectl.errors import MissingExtraError, SettingsError, requiring
 from slimectl.system.model_files import leads_out
 
 if TYPE_CHECKING:
@@ -102,10 +102,8 @@ def new_hash(algorithm: str) -> Any:
     """Return a new hash of SHA256 or XXH3, with `update` and `hexdigest`. Raises MissingExtraError."""
     if algorithm == SHA256:
         return hashlib.sha256()
-    try:
+    with requiring("xxhash", extra="torch", wanted_by="a manifest with XXH3 checksums"):
         import xxhash
-    except ImportError:
-        raise MissingExtraError("xxhash", extra="torch", wanted_by="a manifest with XXH3 checksums") from None
     return xxhash.xxh3_128()
 
 

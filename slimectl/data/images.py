@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimectl.architectures.image_tokens import MODEL_TYPES, Grid, ImageTokens
 from slimectl.data.io import regular_file
-from slimectl.errors import CheckpointError, MissingExtraError, RecordError, SettingsError, first_line
+from slimectl.errors import CheckpointError, RecordError, SettingsError, first_line, requiring
 from slimectl.system.model_files import MAX_CONFIG_BYTES, read_json
 from slimectl.types import ImageSource, Sample
 
@@ -213,11 +213,9 @@ def thumbnail(source: ImageSource, *, side: int = 256, folders: Sequence[Path] |
 
 
 def _pillow() -> Any:
-    try:
+    with requiring("Pillow", extra="vision", wanted_by="a prompt with images"):
         import PIL.Image
         import PIL.ImageOps
-    except ImportError:
-        raise MissingExtraError("Pillow", extra="vision", wanted_by="a prompt with images") from None
     return PIL
 
 

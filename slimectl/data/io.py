@@ -12,12 +12,11 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from slimectl.data.atomic_replace import new_file
-from slimectl.errors import MissingExtraError, RecordError, SettingsError, StorageError
+from slimectl.errors import RecordError, SettingsError, StorageError, requiring
 from slimectl.system import stdio
 from slimectl.system.model_files import follow_links
 
@@ -136,10 +135,9 @@ def readable(path: str | Path) -> str | Path:
 
 def zstandard(wanted_by: str) -> Any:
     """Return the zstandard module. Raises MissingExtraError with `wanted_by` as the reason."""
-    try:
-        return import_module("zstandard")
-    except ImportError:
-        raise MissingExtraError("zstandard", extra="zstd", wanted_by=wanted_by) from None
+    with requiring("zstandard", extra="zstd", wanted_by=wanted_by):
+        import zstandard as library
+    return library
 
 
 def _zstd_lines(file: IO[bytes]) -> Iterator[bytes]:
@@ -170,7 +168,7 @@ class AtomicWriter:
     def __init__(self, path: str) -> None:
         self.path = path
         # Links are resolved: renaming over the link would leave its target unchanged.
-        self._final = None if path == "-" or _is_special(path) else Path(os.path.realpath(path))
+        self._final = None if is_pipe(path) else Path(os.path.realpath(path))
         self._staged: Path | None = None
         self._file: Any = None
         self._raw: IO[bytes] | None = None
@@ -270,20 +268,7 @@ def _check_regular(path: Path, status: os.stat_result) -> None:
 
 def is_pipe(path: str | Path) -> bool:
     """Return whether a source can only be read once and in order: stdin, `<(…)`, a FIFO."""
-    if str(path) == "-":
-        return True
-    try:
-        mode = os.stat(path).st_mode
-    except OSError:
-        return False
-    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
-
-
-def _is_special(path: str) -> bool:
-    try:
-        return not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path)
-    except OSError:
-        return False
+    return str(path) == "-" or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
 
 
 def _is_regular(file: IO[bytes]) -> bool:

@@ -155,10 +155,6 @@ class SampleIndex:
             start = end
         return sorted(set(rows))
 
-    def reward_of(self, record: dict[str, Any]) -> float:
-        """Return the reward of a record as a number, or NaN if it has none."""
-        return reward_number(record.get("reward"), self.reward_key)
-
     def training_record(self, row: int) -> dict[str, Any]:
         """Return the training values of each token of a sample, or the sample's record in a plain samples file."""
         return self.record(row)
@@ -218,7 +214,7 @@ class SampleIndex:
             index,
             index if rollout_id is None else _int64(rollout_id),
             prompt_hash(record.get("prompt", "")),
-            self.reward_of(record),
+            reward_number(record.get("reward"), self.reward_key),
             _int64(record.get("response_length", len(tokens))),
             STATUSES.index(status),
             float(versions[0]) if versions and str(versions[0]).isdigit() else math.nan,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -19,6 +17,7 @@ from slimectl.architectures.mapping import Shape
 from slimectl.chats.model_tokens import template_ends, write_end_tokens
 from slimectl.chats.tokenizer import has_tokenizer, load_tokenizer
 from slimectl.checkpoints import hf
+from slimectl.checkpoints.safetensors_io import write_safetensors
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.policies.optimizer import OptimizerOptions
 from slimectl.protocols import Weights
@@ -63,18 +62,15 @@ def write_float32(path: Path, shapes: Mapping[str, Shape], tensors: Iterator[tup
 
     The writer of safetensors needs all tensors at once, which takes twice the memory of the model.
     """
-    header: dict[str, Any] = {}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+    forms = {name: (tuple(shape), torch.float32) for name, shape in shapes.items()}
+
+    def in_order() -> Iterator[Tensor]:
         for (name, tensor), expected in zip(tensors, shapes, strict=True):
             assert name == expected
-            file.write(tensor.detach().to("cpu", torch.float32).contiguous().view(-1).numpy().data)
+            yield tensor.to(torch.float32)
+
+    with path.open("wb") as file:
+        write_safetensors(file, forms, in_order())
 
 
 def check_value_head(path: Path) -> None:

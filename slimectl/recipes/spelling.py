@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from slimectl.errors import MissingExtraError, SettingsError
+from slimectl.errors import SettingsError, requiring
 
 TASK = "spell_backward"
 HELD_OUT_OF = 5
@@ -44,10 +44,8 @@ def _entries(seed: int, size: int, min_word_len: int, max_word_len: int) -> Any:
 
     A run opens its prompts once per evaluation.
     """
-    try:
+    with requiring("reasoning-gym", extra="quickstart", wanted_by="the spelling task"):
         import reasoning_gym
-    except ImportError:
-        raise MissingExtraError("reasoning-gym", extra="quickstart", wanted_by="the spelling task") from None
     return reasoning_gym.create_dataset(
         TASK, seed=seed, size=size, min_word_len=min_word_len, max_word_len=max_word_len
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from slimectl.errors import MissingExtraError, RecordError
+from slimectl.errors import RecordError, requiring
 from slimectl.rewards.base import Grade, Span, Verifier, no_answer, quote
 from slimectl.rewards.extraction import SOURCE_NAMES, UNCLOSED, find, text_of
 from slimectl.types import Sample, json_copy, text_of_label
@@ -103,7 +103,7 @@ def is_safe_to_eval(text: str) -> bool:
             warnings.simplefilter("ignore")
             nodes = list(ast.walk(ast.parse(plain, mode="eval").body))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return _is_text(plain)
+        return not re.search(r"[(\[{'\"!@:;\\]|\.\s*[A-Za-z_]|__|\*\*|<<", plain)
     strings = any(isinstance(node, ast.Constant) and isinstance(node.value, str) for node in nodes)
     containers = any(isinstance(node, ast.List | ast.Tuple | ast.Dict) for node in nodes)
     if (strings or containers) and any(isinstance(node, ast.BinOp) for node in nodes):
@@ -112,11 +112,6 @@ def is_safe_to_eval(text: str) -> bool:
     return (
         not (strings and calls) and sum(isinstance(n, ast.Pow) for n in nodes) <= 50 and all(map(_is_harmless, nodes))
     )
-
-
-def _is_text(text: str) -> bool:
-    """Whether text that is not Python is also free of anything a lenient parser could turn into a call or factorial."""
-    return not re.search(r"[(\[{'\"!@:;\\]|\.\s*[A-Za-z_]|__|\*\*|<<", text)
 
 
 def _is_harmless(node: ast.AST) -> bool:
@@ -193,10 +188,8 @@ class _Scorer(NamedTuple):
 
 @cache
 def _scorer(task: str) -> _Scorer:
-    try:
+    with requiring("reasoning-gym", extra="quickstart", wanted_by="score.rm_type=reasoning_gym"):
         import reasoning_gym
-    except ImportError:
-        raise MissingExtraError("reasoning-gym", extra="quickstart", wanted_by="score.rm_type=reasoning_gym") from None
     try:
         scorer = reasoning_gym.get_score_answer_fn(task)
     except Exception as error:

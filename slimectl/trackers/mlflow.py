@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.data.metrics_catalogue import axis_of
-from slimectl.errors import MissingExtraError
+from slimectl.errors import requiring
 from slimectl.trackers.base import Identity, TrackedRun, starting
 from slimectl.types import TableRow
 
@@ -44,10 +44,8 @@ class MlflowTracker:
         tags: Mapping[str, str] | None = None,
     ) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        try:
+        with requiring("mlflow", extra="mlflow", wanted_by="track.with"):
             from mlflow.tracking import MlflowClient
-        except ImportError as error:
-            raise MissingExtraError("mlflow", extra="mlflow", wanted_by="track.with") from error
         identity = run.identity()
         if identity.api_key:
             os.environ["MLFLOW_TRACKING_TOKEN"] = identity.api_key  # MLflow 3 only reads it there, at every request

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from slimectl.errors import BackendError, MissingExtraError
+from slimectl.errors import BackendError, requiring
 from slimectl.system.stdio import logger
 from slimectl.trackers.base import TrackedRun, first_line
 from slimectl.types import TableRow
@@ -29,12 +29,8 @@ class PrometheusTracker:
     """
 
     def __init__(self, run: TrackedRun, *, host: str, port: int) -> None:
-        try:
+        with requiring("prometheus_client", extra="prometheus", wanted_by="track.prometheus_port"):
             from prometheus_client import CollectorRegistry, Gauge, start_http_server
-        except ImportError as error:
-            raise MissingExtraError(
-                "prometheus_client", extra="prometheus", wanted_by="track.prometheus_port"
-            ) from error
         self._run_name = run.folder.name
         self._registry = CollectorRegistry()  # without the library's own process metrics
         self._new_gauge = partial(Gauge, labelnames=["run"], registry=self._registry)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.data.metrics_catalogue import axis_of
-from slimectl.errors import MissingExtraError
+from slimectl.errors import requiring
 from slimectl.trackers.arguments import Accepted, fields, parameters
 from slimectl.trackers.base import TrackedRun, is_offline, starting
 from slimectl.trackers.history import History, Point, log_records
@@ -36,10 +36,8 @@ class SwanlabTracker:
     """
 
     def __init__(self, run: TrackedRun, *, login_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        try:
+        with requiring("swanlab", extra="swanlab", wanted_by="track.with"):
             import swanlab
-        except ImportError as error:
-            raise MissingExtraError("swanlab", extra="swanlab", wanted_by="track.with") from error
         identity = run.identity()
         self._one_axis = run.one_axis
         self._defined: set[str] = set()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from slimectl.data.metrics_catalogue import axis_of
-from slimectl.errors import MissingExtraError
+from slimectl.errors import requiring
 from slimectl.trackers.arguments import Accepted, parameters
 from slimectl.trackers.base import TrackedRun, starting
 from slimectl.types import TableRow
@@ -25,10 +25,8 @@ class TensorboardTracker:
     """
 
     def __init__(self, run: TrackedRun, **kwargs: Any) -> None:
-        try:
+        with requiring("tensorboard", extra="tensorboard", wanted_by="track.with"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingExtraError("tensorboard", extra="tensorboard", wanted_by="track.with") from error
         folder = kwargs.pop("log_dir", None) or os.environ.get("TENSORBOARD_DIR") or str(run.folder / "tensorboard")
         self._one_axis = run.one_axis
         self._axes: dict[str, float] = {"rollout/step": float(run.rounds_done)} if run.rounds_done else {}

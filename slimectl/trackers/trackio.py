@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
-from slimectl.errors import MissingExtraError
+from slimectl.errors import requiring
 from slimectl.trackers.arguments import Accepted, parameters
 from slimectl.trackers.base import TrackedRun, starting
 from slimectl.trackers.history import History, points_of
@@ -28,10 +28,8 @@ class TrackioTracker:
     def __init__(self, run: TrackedRun, **kwargs: Any) -> None:
         if run.log_dir is not None:
             os.environ.setdefault("TRACKIO_DIR", str(run.log_dir))  # read once, when the library is imported
-        try:
+        with requiring("trackio", extra="trackio", wanted_by="track.with"):
             import trackio
-        except ImportError as error:
-            raise MissingExtraError("trackio", extra="trackio", wanted_by="track.with") from error
         identity = run.identity()
         arguments: dict[str, Any] = {
             "project": identity.project,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.data.metrics_catalogue import axis_of
-from slimectl.errors import MissingExtraError
+from slimectl.errors import requiring
 from slimectl.system.stdio import logger
 from slimectl.trackers.arguments import Accepted, fields, parameters
 from slimectl.trackers.base import Identity, TrackedRun, first_line, is_offline, starting
@@ -33,10 +33,8 @@ class WandbTracker:
     """
 
     def __init__(self, run: TrackedRun, **kwargs: Any) -> None:
-        try:
+        with requiring("wandb", extra="wandb", wanted_by="track.with"):
             import wandb
-        except ImportError as error:
-            raise MissingExtraError("wandb", extra="wandb", wanted_by="track.with") from error
         folder, identity = run.log_dir or run.folder, run.identity()
         if "log_dir" in kwargs:  # ROLL's name
             kwargs["dir"] = kwargs.pop("log_dir")

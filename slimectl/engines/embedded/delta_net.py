@@ -99,7 +99,7 @@ class Recall:
         windows = map(torch.cat, zip(earlier_BSW, inputs_NW.split(self._lengths), strict=True))
         convolved = []
         for earlier_SW, window in zip(earlier_BSW, windows, strict=True):
-            convolved.append(_convolved(window, net.weights.kernel_W1S))
+            convolved.append(F.conv1d(window.float().T, net.weights.kernel_W1S.float(), groups=window.shape[1]).T)
             earlier_SW.copy_(window[len(convolved[-1]) :])
         heads = net.heads(torch.cat(convolved))
         output_NHV, after_BHKV = gated_delta_rule(*heads, decay_NH, beta_NH, self._chunks, memory_BHKV)
@@ -109,11 +109,6 @@ class Recall:
     @cached_property
     def _chunks(self) -> Chunks:
         return Chunks(self._lengths, self._states.memory.device)
-
-
-def _convolved(window_NW: Tensor, kernel_W1S: Tensor) -> Tensor:
-    """Convolve the inputs of one sequence, which begin with the earlier ones. Returns float32."""
-    return F.conv1d(window_NW.float().T, kernel_W1S.float(), groups=window_NW.shape[1]).T
 
 
 def _stepped(

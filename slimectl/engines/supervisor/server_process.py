@@ -61,10 +61,6 @@ def error_line(text: str) -> str:
     return _short(next((line for line in reversed(lines) if not NOISE.search(line)), "the log is empty"))
 
 
-def names_error(line: str) -> bool:
-    return ERROR.search(line) is not None
-
-
 def _short(line: str) -> str:
     line = line.strip()
     return line if len(line) <= 300 else line[:297] + "..."
@@ -295,4 +291,4 @@ def _exit_reason(code: int | None, message: str) -> str:
         return "it runs but does not respond"
     if code != -signal.SIGKILL:
         return f"exit code {code}"
-    return "killed" if names_error(message) else "killed; out of memory?"
+    return "killed" if ERROR.search(message) is not None else "killed; out of memory?"

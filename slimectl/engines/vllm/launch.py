@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from slimectl.architectures.config import head_dim
 from slimectl.engines.api_keys import ServerKeys
 from slimectl.engines.sglang.topology import ServerSpec
 from slimectl.engines.supervisor.installed import InstalledServer, language_config
@@ -82,11 +81,10 @@ def vllm_server(
     """
     interpreter_path = VLLM.interpreter(python)
     config, on_cpu = language_config(spec.model), options.device == "cpu"
-    if on_cpu and (head_dim := _head_dim(config)) not in HEAD_DIMS_ON_CPU:
+    if on_cpu and (width := head_dim(config)) not in HEAD_DIMS_ON_CPU:
         sizes = ", ".join(map(str, HEAD_DIMS_ON_CPU))
         raise SettingsError(
-            f"{spec.model}: vLLM on a CPU does not support head_dim {head_dim}, only {sizes}. "
-            f"Use another engine.backend."
+            f"{spec.model}: vLLM on a CPU does not support head_dim {width}, only {sizes}. Use another engine.backend."
         )
     defaults = DEFAULTS | (ON_CPU if on_cpu else {})
     own_flags, hidden = VLLM.launch_flags(spec.args, interpreter_path, defaults=defaults, keys=options.keys)
@@ -113,7 +111,3 @@ def _name_weights(url: str, *, version: str, keys: ServerKeys) -> None:
     reply = run_coroutine(request("POST", url + path, timeout_s=60, body=body, headers=headers))
     if reply.status != 200:
         raise BackendError(f"engine at {url}: {path} was refused ({reply.status}): {reply.message}")
-
-
-def _head_dim(config: Mapping[str, Any]) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])

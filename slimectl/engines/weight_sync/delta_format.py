@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from slimectl.data.io import zstandard
-from slimectl.errors import CheckpointError, MissingExtraError
+from slimectl.errors import CheckpointError, requiring
 
 WIDTH = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 """Bytes of a number by safetensors' code. All other codes have one byte."""
@@ -297,10 +297,8 @@ class DeltaFile:
 
 def checksum(data: Any = b"") -> Any:
     """Return the checksum of bytes so far, as an object like those of hashlib."""
-    try:
+    with requiring("xxhash", extra="zstd", wanted_by=WANTED_BY):
         import xxhash
-    except ImportError:
-        raise MissingExtraError("xxhash", extra="zstd", wanted_by=WANTED_BY) from None
     return xxhash.xxh3_128(data)
 
 

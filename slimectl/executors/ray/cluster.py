@@ -15,15 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slimectl.errors import BackendError, MissingExtraError, SettingsError
+from slimectl.errors import BackendError, SettingsError, requiring
 from slimectl.executors.child_processes import redirect
 from slimectl.system import stdio
 from slimectl.system.loopback import has_room, scratch_folder
 
-try:
+with requiring("ray", extra="ray", wanted_by='cluster.executor = "ray"'):
     import ray
-except ImportError:
-    raise MissingExtraError("ray", extra="ray", wanted_by='cluster.executor = "ray"') from None
 
 __all__ = ["ray"]
 

@@ -14,7 +14,7 @@ from slimectl.chats.tokenizer import tokenizer_of
 from slimectl.data.chat import as_chat
 from slimectl.data.images import image_source, read_image
 from slimectl.data.supervised import assistant_mask
-from slimectl.errors import MissingExtraError, RecordError
+from slimectl.errors import RecordError, requiring
 from slimectl.types import Prompt
 
 
@@ -55,10 +55,8 @@ def process_vision_info(prompt: Any, processor: Any = None) -> dict[str, Any]:
 
     Paths are relative to the current folder. Raises RecordError for a video, because engines here do not read videos.
     """
-    try:
+    with requiring("pillow", extra="vision", wanted_by="process_vision_info"):
         from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("pillow", extra="vision", wanted_by="process_vision_info") from error
     images = []
     for part in (part for message in as_chat(prompt) for part in _parts(message.get("content"))):
         if part.get("type") in ("video", "video_url") or "video" in part:

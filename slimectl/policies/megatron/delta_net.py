@@ -50,7 +50,8 @@ class PackedDeltaNet(GatedDeltaNet):
             widths = [keys, keys, values]
             *projections, beta, alpha = to_heads([*qkv.split(widths, dim=-1), beta, alpha], packed_seq_params)
             *kernels, decay_log, decay_bias = (
-                _own_block(weight, packed_seq_params) for weight in (*kernel.split(widths), decay_log, decay_bias)
+                weight.chunk(packed_seq_params.context)[packed_seq_params.rank]
+                for weight in (*kernel.split(widths), decay_log, decay_bias)
             )
             output_SHV = self._over_sequences(
                 torch.cat(projections, dim=-1), beta, alpha, torch.cat(kernels), decay_log, decay_bias,
@@ -112,11 +113,6 @@ def to_tokens(heads_SHV: Tensor, packed: PackedSequences) -> Tensor:
     by_rank[packed.order_S] = torch.arange(len(by_rank), device=by_rank.device)
     exchanged = all_to_all(parallel_state.get_context_parallel_group(), heads_SHV[by_rank].contiguous())
     return torch.cat(exchanged.chunk(packed.context), dim=1)
-
-
-def _own_block(weight: Tensor, packed: PackedSequences) -> Tensor:
-    """Return this context-parallel rank's part of a per-head weight."""
-    return weight.chunk(packed.context)[packed.rank]
 
 
 def _row_positions(packed: PackedSequences) -> Tensor:

@@ -27,7 +27,6 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor, nn
 
 from slimectl.architectures.config import Architecture
-from slimectl.architectures.parallel import ParallelLayout
 from slimectl.policies.causal_attention import Scoring
 from slimectl.policies.megatron.attention import PackedCoreAttention, PackedSelfAttention
 from slimectl.policies.megatron.batch import PackedSequences
@@ -247,11 +246,6 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def padded_vocabulary(architecture: Architecture, layout: ParallelLayout) -> int:
-    """Return the rows of embedding and head: the vocabulary size, rounded up to a multiple of the tensor size."""
-    return -(-architecture.vocab_size // layout.tensor) * layout.tensor
-
-
 Provide = Callable[..., PackedGPT]
 """(build, layout, config, vocab_size, pre_process, post_process, vp_stage) -> a chunk of the model.
 
@@ -271,7 +265,7 @@ def build(
     config = transformer_config(
         architecture, layout, dtype=options.compute_dtype, args=megatron.args, recompute=options.recompute
     )
-    vocab_size = padded_vocabulary(architecture, layout)
+    vocab_size = -(-architecture.vocab_size // layout.tensor) * layout.tensor
     stages: list[int | None] = list(range(layout.virtual_pipeline)) if layout.virtual_pipeline else [None]
     chunks = []
     for stage in stages:
