@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from slimectl.runtime.rollout_worker import RolloutService
 from slimectl.runtime.run_parts import RunParts
+from slimectl.stages.advantages import Models
 from slimectl.stages.round_timer import EVALUATING
+from slimectl.stages.run import leave_gpus
 from slimectl.system.timeline import timeline
 from slimectl.types import Metrics, Sample
 
@@ -64,10 +66,12 @@ class Evaluator:
         self, service: RolloutService, sync: WeightSynchronizer, version: str
     ) -> tuple[Metrics, dict[str, list[Sample]]]:
         """Sample and grade datasets. Return their metrics and samples."""
-        if self.parts.engines_sleep:
-            sync.wake()
+        models = Models(self.parts.models.policy, self.parts.models.critic, self.parts.models.frozen)
+        leave_gpus(models, self.parts.settings, keep_weights=True)
+        sync.wake()
         if sync.version != version:
             sync.push()
+        leave_gpus(models, self.parts.settings)
         metrics: Metrics = {}
         samples_by_dataset: dict[str, list[Sample]] = {}
         for name in (name for name in self.parts.settings.eval.data if name not in self.parts.rounds.held_out):

@@ -155,6 +155,7 @@ class RolloutService:
             settings, model, executor=executor, folder=folder
         )
         self._pool: ServerPool | None = None
+        self._asleep = False
         try:
             self._pool = builders.server_pool(settings, model, executor=executor, folder=folder)
             urls = builders.urls(settings.engine)
@@ -172,6 +173,14 @@ class RolloutService:
         if isinstance(self.sampler, RolloutWorker) and not self._settings.run.async_level:
             self.sampler.progress = progress
 
+    def sleep(self) -> None:
+        """Release the memory of servers on the trainer's GPUs, so that the models can be loaded there."""
+        if self._workers is not None:
+            if self._pool is not None:
+                self._pool.rest(True)
+            self._workers.sleep()
+            self._asleep = True
+
     def sync(self, policy: Policy) -> WeightSynchronizer:
         """Return the synchronizer that pushes this policy's weights to the engines."""
         if self._workers is None:
@@ -188,7 +197,7 @@ class RolloutService:
             self._pool.announce, self._pool.failed = self._announce, self.sampler.fail
             if isinstance(self.sampler, RolloutWorker):  # in this process: it can report a failed server at once
                 self.sampler.engine.troubled = self._pool.look
-        return builders.WeightSynchronizer(transport, policy, pool=self._pool)
+        return builders.WeightSynchronizer(transport, policy, pool=self._pool, asleep=self._asleep)
 
     def _announce(self, addresses: Sequence[str], workers: Sequence[str]) -> None:
         assert self._workers is not None

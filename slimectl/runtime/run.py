@@ -293,12 +293,7 @@ class TrainingRun:
     def _fit_packs(self, parts: RunParts) -> Settings:
         """Find the size of packs, if it is open, while no engine uses the trainer's GPUs. Return the settings."""
         if self.memory.is_open:
-            awake = None if parts.engines_sleep or not self.settings.cluster.colocate else parts.sync
-            if awake is not None:
-                awake.sleep()
             tokens = fit_packs(parts.models, self.memory.settings)
-            if awake is not None:
-                awake.wake()
             if tokens is None:
                 tokens = self.memory.settings.train.pack_tokens
                 logger.info(f'train.max_tokens_per_gpu = "auto": packs of {tokens} tokens, by the planner\'s estimate')

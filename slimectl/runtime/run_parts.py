@@ -77,6 +77,8 @@ def build_parts(run: RunContext, ending: ExitStack, executor: Executor) -> RunPa
     warmup = SftWarmup(recorder, executor, run.interrupted)
     with progress.phase("warm-up" if settings.sft_warmup.data else "loading"):
         model_folder = warmup.run(model, service)
+    if service is not None and settings.cluster.colocate:
+        service.sleep()
     with collection_paused():
         models = rounds.models(model_folder, executor=executor)
     ending.callback(models.close)
@@ -91,8 +93,6 @@ def build_parts(run: RunContext, ending: ExitStack, executor: Executor) -> RunPa
     if service is not None:
         sync = service.sync(models.policy)
         ending.callback(sync.close)
-        if engines_sleep:
-            sync.sleep()
     profiler = RoundProfiler(
         settings.run.profile,
         folder.path,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from slimectl.protocols import Executor, Policy, Sleeper, WeightSync
+from slimectl.protocols import Executor, Sleeper, WeightSync
 from slimectl.settings import Settings
 from slimectl.settings.run import RunSettings
 from slimectl.stages.advantages import Models
@@ -36,11 +36,12 @@ def run(
     step per round. After the last step of a round, the loop waits for the next round inside `waiting()`. `sync` is None
     for recorded rounds, which no engine samples.
     """
-    is_freed = settings.cluster.colocate and settings.cluster.offload_train
-    sleepers = (models.policy, models.critic, *models.frozen.values()) if is_freed else ()
     if sync is not None:
+        leave_gpus(models, settings, keep_weights=True)
+        if settings.cluster.colocate:
+            sync.wake()
         sync.push()
-        _sleep(sleepers)
+        leave_gpus(models, settings)
     models = replace(models, updates_reference=sync is not None)
     timer = models.timer
     batches = _take_batches(rounds, sync, timer, waiting, colocate=settings.cluster.colocate)
@@ -53,7 +54,7 @@ def run(
             return
         if report.last_step_of_round:
             if sync is not None:
-                report.timings |= _update_engines(sync, models.policy, sleepers, report.rollout_id, settings, timer)
+                report.timings |= _update_engines(sync, models, report.rollout_id, settings, timer)
             report.timings |= timer.take(report.rollout_id)
         total_s += timer.clock() - started
         if report.last_step_of_round:
@@ -94,24 +95,18 @@ def _take_batches(
 
 
 def _update_engines(
-    sync: WeightSync,
-    policy: Policy,
-    sleepers: Iterable[object],
-    rollout_id: int,
-    settings: Settings,
-    timer: RoundTimer,
+    sync: WeightSync, models: Models, rollout_id: int, settings: Settings, timer: RoundTimer
 ) -> Metrics:
     """Push the weights after a round if an update is due. Engines on the trainer's GPUs wake up, and models sleep."""
-    colocated = settings.cluster.colocate
-    if colocated:
-        _sleep(sleepers, keep_weights_of=policy)
+    if settings.cluster.colocate:
+        leave_gpus(models, settings, keep_weights=True)
         with timer.time("perf/engine_onload_time"):
             sync.wake()
     elif rollout_id % settings.sync.update_weights_interval:
         return {}
-    with timer.time("perf/update_weights_time", of=policy):
+    with timer.time("perf/update_weights_time", of=models.policy):
         sync_metrics = sync.push()
-    _sleep(sleepers)
+    leave_gpus(models, settings)
     return {f"perf/update_weights_{name}": value for name, value in sync_metrics.items()}
 
 
@@ -120,11 +115,16 @@ def _total_timings(total_s: float, wait_s: float) -> Metrics:
     return {"perf/total_time": total_s, "perf/wait_time_ratio": wait_s / total_s if total_s else 0.0}
 
 
-def _sleep(models: Iterable[object], *, keep_weights_of: object = None) -> None:
-    """Move the models off the GPUs, where engines sample. One model keeps its weights there until they are pushed."""
-    for model in models:
+def leave_gpus(models: Models, settings: Settings, *, keep_weights: bool = False) -> None:
+    """Move the models off the GPUs that they share with engines, if any, where engines are about to sample.
+
+    With `keep_weights`, the policy keeps its weights there until they are pushed.
+    """
+    if not (settings.cluster.colocate and settings.cluster.offload_train):
+        return
+    for model in (models.policy, models.critic, *models.frozen.values()):
         if isinstance(model, Sleeper):
-            model.sleep(keep_weights=model is keep_weights_of)
+            model.sleep(keep_weights=keep_weights and model is models.policy)
 
 
 def _rollout_timings(duration_s: float, samples: int) -> Metrics:

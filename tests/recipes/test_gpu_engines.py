@@ -150,7 +150,7 @@ def test_sglang_resolves_the_flags_of_every_recipe_for_a_gpu(machine: Machine, t
     assert [tuple(row.values()) for row in resolved] == [
         ("cuda", 1, 0.6, True, False),
         ("cuda", 1, 0.7, True, False),
-        ("cuda", 1, 0.7, True, False),
+        ("cuda", 1, 0.6, True, False),
         ("cuda", 1, 0.7, True, False),
         ("cuda", 1, 0.85, False, False),
         ("cuda", 4, 0.7, True, True),

@@ -171,10 +171,10 @@ def test_engines_that_share_gpus_take_turns_with_the_trainer_and_get_weights_whe
     given = given.model_copy(update={"cluster": cluster})
     list(run(streamed(lambda: made(engine, "ssss"), LocalExecutor(), given.run), Models(policy), sync, given))
     if offload:
-        rounds = [["sleep", "moments leave", "wake", version, "trainer leaves"] for version in ("1", "2")]
-        assert sync.versions == ["0", "trainer leaves", *rounds[0], *rounds[1]]
+        rounds = [["moments leave", "wake", version, "trainer leaves"] for version in ("0", "1", "2")]
+        assert sync.versions == [*rounds[0], "sleep", *rounds[1], "sleep", *rounds[2]]
     else:
-        assert sync.versions == ["0", "sleep", "wake", "1", "sleep", "wake", "2"]
+        assert sync.versions == ["wake", "0", "sleep", "wake", "1", "sleep", "wake", "2"]
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from slimectl.errors import SettingsError
 from slimectl.runtime import builders
@@ -35,6 +36,14 @@ def settings(**values: Any) -> Settings:
 )
 def test_servers_get_the_adapter_alone_unless_something_is_in_the_way(values: dict[str, Any], obstacle: str | None):
     assert builders.adapter_obstacle(settings(**values)) == obstacle
+
+
+def test_engines_that_sleep_on_the_trainers_gpus_get_merged_weights(monkeypatch: pytest.MonkeyPatch):
+    given = settings(engine__backend="sglang", cluster__colocate=True)
+    assert builders.adapter_obstacle(given) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    expected = "engines that share GPUs with the trainer lose the base model when they sleep"
+    assert builders.adapter_obstacle(given) == expected
 
 
 @pytest.mark.parametrize(

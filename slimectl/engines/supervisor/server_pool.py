@@ -106,6 +106,7 @@ class ServerPool:
         self.watch = watch
         self._members = [Member(make(i), kinds[i] if kinds else {}) for i in range(count)]
         self._failure: BaseException | None = None
+        self._rests = False
         self._weights = threading.RLock()  # held while the trainer or a restart changes weights
         self._changing = threading.RLock()
         self._check_now, self._closing = threading.Event(), threading.Event()
@@ -173,6 +174,11 @@ class ServerPool:
         if self._failure is not None:
             raise self._failure
 
+    def rest(self, rests: bool) -> None:
+        """Suspend checks and restarts while the servers sleep. SGLang 0.5.21 then fails its health check."""
+        with self._weights:
+            self._rests = rests
+
     @contextlib.contextmanager
     def pause_watch(self) -> Iterator[None]:
         """Suspend checks and restarts while weights change, so that a server that loads does not count as hung."""
@@ -224,7 +230,7 @@ class ServerPool:
     def _check_servers(self) -> None:
         """Find servers that died or hang, withdraw them and restart them."""
         with self._weights, self._changing:
-            if self._closing.is_set() or self._failure is not None:
+            if self._closing.is_set() or self._failure is not None or self._rests:
                 return
             if self._router is not None and not is_alive(self._router):
                 self._restart_router()

@@ -238,10 +238,16 @@ class InProcessSync(WeightSync):
 
 
 class WeightSynchronizer:
-    """Pushes with `sync`, again after restarts in `pool`, and tracks the version that the engines have."""
+    """Pushes with `sync`, again after restarts in `pool`, and tracks the version that the engines have.
 
-    def __init__(self, sync: WeightSync, policy: Policy, *, pool: ServerPool | None = None) -> None:
+    `asleep` is whether the engines sleep. The first push needs them awake.
+    """
+
+    def __init__(
+        self, sync: WeightSync, policy: Policy, *, pool: ServerPool | None = None, asleep: bool = False
+    ) -> None:
         self.version: str | None = None
+        self.asleep = asleep
         self._sync, self._policy, self._pool = sync, policy, pool
 
     def push(self) -> Metrics:
@@ -266,12 +272,30 @@ class WeightSynchronizer:
                     raise  # all engines are alive: a restart would not help
 
     def sleep(self) -> None:
+        """Release the engines' memory, unless they sleep."""
+        if self.asleep:
+            return
+        if self._pool is not None:
+            self._pool.rest(True)
         self._sync.sleep()
+        self.asleep = True
 
     def wake(self) -> None:
-        """Allocate the engines' memory again. Their weights are invalid until the next push."""
-        self._sync.wake()
-        self.version = None
+        """Allocate the memory of sleeping engines again. Their weights are invalid until the next push.
+
+        One that died meanwhile is restarted by that push.
+        """
+        if not self.asleep:
+            return
+        self.asleep, self.version = False, None
+        try:
+            self._sync.wake()
+        except BackendError:
+            if self._pool is None:
+                raise
+        finally:
+            if self._pool is not None:
+                self._pool.rest(False)
 
     def close(self) -> None:
         with suppress(BackendError):  # the transport fails if its policy has died

@@ -439,7 +439,7 @@ class FsdpTrainer(StreamSaver, MeasuresPacks):
     def _gather(self, name: str, local: Tensor) -> Tensor:
         """Return the full tensor of `local`, which is sharded like parameter `name`. Collective over all ranks."""
         note_progress()
-        local = self.memory.value(local).to(self.device)
+        local = (self.memory.value(local) if self.memory.asleep else local).to(self.device)
         if self.masters.mesh is None or name in self.masters.buffers:
             return local
         from torch.distributed.tensor import DTensor

@@ -148,6 +148,8 @@ def adapter_obstacle(settings: Settings) -> str | None:
         obstacle = f"engines accept adapters only through sync.transport = {' or '.join(names)}"
     elif settings.engine.load is not None:
         obstacle = "the weights of engine.load are not the base model's"
+    elif settings.cluster.colocate and device(settings.engine.device) == "cuda":
+        obstacle = "engines that share GPUs with the trainer lose the base model when they sleep"
     elif sync.check_weight_update_equal and device(settings.train.device) != device(settings.engine.device):
         obstacle = "sync.check_weight_update_equal compares bits, and GPU products differ in the last bits"
     if obstacle is not None and sync.lora == "adapter":
