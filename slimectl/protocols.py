@@ -427,6 +427,10 @@ class Executor(Protocol):
         """Build an object in a process of the executor's choice. Its methods can be called, its generators streamed."""
         ...
 
+    def end_host(self, name: str) -> None:
+        """Free the GPUs of a hosted object that has ended, for others."""
+        ...
+
     def rank_beside(self, name: str) -> int | None:
         """Return the rank that shares the first GPU of a hosted object, or None."""
         ...

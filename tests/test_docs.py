@@ -119,9 +119,11 @@ def test_the_guide_for_coding_agents_is_short_and_its_commands_and_files_exist()
 def test_the_page_for_programs_has_every_command_with_json_and_every_exit_code():
     text = (ROOT / "docs" / "reference" / "programs.md").read_text(encoding="utf-8")
     commands = json.loads((ROOT / "tests" / "interface" / "commands.json").read_text(encoding="utf-8"))
-    grouped = commands | {f"settings {name}": options for name, options in commands.pop("settings").items()}
+    groups = {group: commands.pop(group) for group in ("settings", "engines")}
+    grouped = commands | {f"{group} {name}": group_options for group, each in groups.items()
+                          for name, group_options in each.items()}  # fmt: skip
     with_json = {name for name, options in grouped.items() if "--json" in options}
-    assert set(re.findall(r"^\| `slimectl ((?:settings )?\w+)[^`]* --json`", text, re.MULTILINE)) == with_json
+    assert set(re.findall(r"^\| `slimectl ((?:settings |engines )?\w+)[^`]* --json`", text, re.MULTILINE)) == with_json
     codes = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", text, re.MULTILINE) for code in row.split(", ")}
     classes = [value for value in vars(errors).values() if isinstance(value, type)]
     own = {value.exit_code for value in classes if issubclass(value, errors.SlimectlError)}

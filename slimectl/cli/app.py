@@ -19,6 +19,7 @@ from slimectl.cli.convert import convert
 from slimectl.cli.diagnose import diagnose
 from slimectl.cli.diff import diff
 from slimectl.cli.doctor import doctor
+from slimectl.cli.engines import ListsByDefault, engines
 from slimectl.cli.evaluate import evaluate
 from slimectl.cli.init import init
 from slimectl.cli.inspect import inspect
@@ -51,7 +52,7 @@ from slimectl.system import stdio
 OLD_OPTIONS = {"policy": "backend"}
 """Old names of options. They are still accepted, but not shown."""
 
-NAMES = {"evaluate": "eval", "from_": "from"}
+NAMES = {"evaluate": "eval", "from_": "from", "list_": "list"}
 """Names of commands that differ from the names of their functions."""
 
 app = typer.Typer(
@@ -159,3 +160,9 @@ for command in settings:
     context = {"ignore_unknown_options": True} if command.__name__ == "explain" else None
     settings_app.command(name=NAMES.get(command.__name__), context_settings=context)(guarded(with_messages(command)))
 app.add_typer(settings_app, name="settings", rich_help_panel=ABOUT)
+engines_app = typer.Typer(
+    no_args_is_help=True, cls=ListsByDefault, help="List the engines of a running run, add some, or remove some."
+)
+for command in engines:
+    engines_app.command(name=NAMES.get(command.__name__))(guarded(with_messages(command)))
+app.add_typer(engines_app, name="engines", rich_help_panel=ABOUT)

@@ -319,6 +319,7 @@ def _perf() -> list[Metric]:
             "tokens/s",
             "Tokens of the response per second of that time",
         ),
+        "perf/engines": ("engines", "Engine servers that respond at the end of the round. Absent without servers"),
         "perf/slowest_engine": ("", "Number of the engine with the longest decode time per token"),
         "perf/slowest_engine_ratio": ("", "Its decode time per token / that of the median engine"),
         "perf/slowest_rank": (

@@ -56,15 +56,15 @@ CHECKPOINT_FILES = re.compile(f"{STEP}|{MODEL}")
 """Relative paths of the files of a step, a model or a warm-up, for folders whose manifest does not list them."""
 
 MODELS = ("model", "warmup")
-WRITTEN = r"step_\d{6,}|model|warmup|latest|best|run\.toml|manifest\.json|track\.json|memory\.json"
+WRITTEN = r"step_\d{6,}|model|warmup|latest|best|run\.toml|manifest\.json|(track|memory|engines)\.json"
 """Entries of a run folder that are written under a temporary name first."""
 
 TRACKER_FILES = [part.facts["files"] for part in TRACKERS.parts.values() if "files" in part.facts]
 """Files that slimectl's trackers write into a run folder. Files of trackers from other packages are the user's."""
 
 RUN_FILES = re.compile(
-    rf"run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt|(track|memory)\.json|latest|best"
-    rf"|\.tmp-({WRITTEN})(\.\d+|/.+)?|step_\d{{6,}}/\.tmp-(state\.json|(samples|train_data)\.jsonl)|reference/\.tmp-\d+/.+"
+    rf"run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt|(track|memory|engines)\.json|latest|best"
+    rf"|engines/(\.tmp-)?[\d-]+[0-9a-f]*\.json(\.\d+)?|\.tmp-({WRITTEN})(\.\d+|/.+)?|step_\d{{6,}}/\.tmp-(state\.json|(samples|train_data)\.jsonl)|reference/\.tmp-\d+/.+"
     rf"|step_\d{{6,}}/\.samples\.jsonl\.index\.npz(\.\d+)?|eval/\.[^/]+\.index\.npz(\.\d+)?"
     rf"|step_\d{{6,}}/{STEP}|(model|reference/\d+)/{MODEL}|warmup/({MODEL}|{STEP})"
     rf"|eval/[^/]+-\d{{6,}}\.jsonl|eval/\.tmp-[^/]+"
@@ -74,16 +74,17 @@ RUN_FILES = re.compile(
 """Relative paths of the files of a run folder. All other files are the user's."""
 
 TEMPORARY = re.compile(rf"\.tmp-({WRITTEN}|\d+)(\.\d+)?")
-HALF_WRITTEN = re.compile(r"([^/]+/)?\.tmp-.+")
-"""Files of a run that a resume removes."""
+HALF_WRITTEN = re.compile(r"([^/]+/)?\.tmp-.+|engines/.+")
+"""Files of a run that a resume removes: incomplete ones, and requests to add or remove engines."""
 
 UNSIGNED = re.compile(rf"{re.escape(LOCK)}|\.tmp-{re.escape(MANIFEST)}(\.\d+)?")
 """Files left by a run that was killed before its folder had a manifest."""
 
 STEP_FOLDER = re.compile(r"step_\d{6,}")
 RUN_NAMES = re.compile(
-    rf"{STEP_FOLDER.pattern}|run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt|(track|memory)\.json"
-    rf"|model|warmup|reference|eval|logs|profile|weights|{'|'.join(files.partition('/')[0] for files in TRACKER_FILES)}"
+    rf"{STEP_FOLDER.pattern}|run\.toml|manifest\.json|{'|'.join(map(re.escape, GROWING))}|log\.txt"
+    r"|(track|memory|engines)\.json|engines|model|warmup|reference|eval|logs|profile|weights"
+    rf"|{'|'.join(files.partition('/')[0] for files in TRACKER_FILES)}"
 )
 
 

@@ -6,8 +6,7 @@ import os
 import secrets
 import socket
 import stat
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -33,12 +32,13 @@ KEY_BYTES = 32
 class ServerKeys:
     """API keys for servers, as in SGLang: `api_key` for generation, `admin_api_key` for everything that changes state.
 
-    If only `api_key` is set, it is used for both. `by_url` holds admin keys of individual servers and takes precedence.
+    If only `api_key` is set, it is used for both. With `finds_local`, a missing admin key is read from the file that a
+    server on this machine has stored for this user.
     """
 
     api_key: str | None = field(default=None, repr=False)
     admin_api_key: str | None = field(default=None, repr=False)
-    by_url: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    finds_local: bool = False
 
     def headers(self, url: str, path: str) -> dict[str, str]:
         """Return the headers of a request for `path` of the server at `url`."""
@@ -47,15 +47,8 @@ class ServerKeys:
         key = self.api_key if path.startswith(ASKING) else self._admin(url)
         return {"Authorization": f"Bearer {key}"} if key else {}
 
-    def with_local(self, urls: Sequence[str]) -> ServerKeys:
-        """Return these keys and the admin keys that servers on this machine have stored for this user."""
-        if self.admin_api_key:
-            return self
-        pairs = [(url.rstrip("/"), local_key(url)) for url in urls]
-        return replace(self, by_url=tuple((url, key) for url, key in pairs if key))
-
     def _admin(self, url: str) -> str | None:
-        return dict(self.by_url).get(url.rstrip("/")) or self.admin_api_key or self.api_key
+        return self.admin_api_key or (local_key(url) if self.finds_local else None) or self.api_key
 
 
 NO_KEYS = ServerKeys()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slimectl.data.streams import prefetch
+from slimectl.errors import BackendError
 from slimectl.executors.time_limits import WARM_UP_S, Limited, overrun, wall_limit
 from slimectl.planner.placement import PartTable, Placement
 from slimectl.protocols import Serve
@@ -43,6 +44,7 @@ class LocalExecutor:
         self._logs = logs
         self._parts = PartTable(placement) if placement else None
         self._gpus = gpus
+        self._extra_places: dict[str, list[int]] = {}
         self._abandoned = threading.Event()
         self._groups: list[LocalRanks] = []
         self._hosted = ExitStack()
@@ -62,10 +64,33 @@ class LocalExecutor:
         """Build the object in this process and return it. `close` closes it."""
         instance = build()
         if gpus and self._parts is not None:
-            places = self._parts.placement.of_part(self._parts.assign(name, gpus))
-            instance.show_gpus([self._gpus[place] for place in places])
+            instance.show_gpus([self._gpus[place] for place in self._places(name, int(gpus))])
         self._hosted.callback(close_hosted, instance)
         return instance
+
+    def _places(self, name: str, gpus: int) -> list[int]:
+        """Return the numbers of a server's GPUs: its part of the placement, or GPUs outside of it.
+
+        Raises BackendError if too few are free.
+        """
+        assert self._parts is not None
+        part = self._parts.assign(name, gpus)
+        if part is not None:
+            return self._parts.placement.of_part(part)
+        taken = {place for places in self._extra_places.values() for place in places}
+        first = len(self._parts.placement.bundles)
+        free = [place for place in range(first, len(self._gpus)) if place not in taken]
+        if name not in self._extra_places and len(free) < gpus:
+            raise BackendError(
+                f"{name} needs {gpus} free GPUs, but this machine has only {len(free)} free. Remove another engine, or "
+                "use more machines (cluster.executor = ray)."
+            )
+        return self._extra_places.setdefault(name, free[:gpus])
+
+    def end_host(self, name: str) -> None:
+        self._extra_places.pop(name, None)
+        if self._parts is not None:
+            self._parts.release(name)
 
     def rank_beside(self, name: str) -> int | None:
         return self._parts.rank_beside(name) if self._parts is not None else None

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from slimectl.errors import BackendError
-
 SHARED = 0.5
 """Fraction of a GPU that a rank and an engine each reserve if they share it."""
 ENGINE_SIZE = "cluster.rollout_num_gpus_per_engine"
@@ -162,23 +160,22 @@ class PartTable:
         self._part_of: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def assign(self, name: str, gpus: float) -> int:
-        """Return the part of `gpus` GPUs for a host: the one it had before, or the first free one.
-
-        Raises BackendError if none is free.
-        """
+    def assign(self, name: str, gpus: float) -> int | None:
+        """Return the part of `gpus` GPUs for a host: the one it had before, or the first free one, if there is one."""
         parts = self.placement.parts
         with self._lock:
             sized = [index for index, part in enumerate(parts) if part.gpus == gpus]
             if self._part_of.get(name) not in sized:
                 free = [index for index in sized if index not in self._part_of.values()]
                 if not free:
-                    engines = len({parts[index].engine for index in sized})
-                    raise BackendError(
-                        f"the placement has {engines} engines with {gpus:g} GPUs, all in use: none left for {name}"
-                    )
+                    return None
                 self._part_of[name] = free[0]
             return self._part_of[name]
+
+    def release(self, name: str) -> None:
+        """Free the part of a host for others."""
+        with self._lock:
+            self._part_of.pop(name, None)
 
     def rank_beside(self, name: str) -> int | None:
         """Return the rank that shares the first GPU of a host, or None."""

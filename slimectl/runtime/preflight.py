@@ -214,7 +214,7 @@ def _engine(settings: Settings) -> str:
     config = configuration(settings) if is_readable(settings) else None
     if config is not None:
         builders.check_stop_tokens(settings, config)
-    builders.keys(settings, ())
+    builders.keys(settings)
     urls = len(settings.engine.url)
     if urls:
         line = f"{settings.engine.backend}, {urls} running server{'s' if urls > 1 else ''}, not contacted yet"

@@ -126,7 +126,7 @@ class RunRecorder:
         """Record one optimizer step, or a round without one."""
         self._round = report.samples or self._round
         self._train_data = [*([] if report.samples else self._train_data), *report.train_data]
-        report.timings |= round_perf(self._round, report.timings, gpus=self.settings.rollout_gpus)
+        report.timings |= round_perf(self._round, report.timings, gpus=self._rollout_gpus(report.timings))
         if report.last_step_of_round:
             report.timings |= machine_perf(self.folder.path)
         again = self.append("metrics.jsonl", report.to_json())
@@ -139,6 +139,13 @@ class RunRecorder:
         if report.samples and "rollout/raw_reward" in tracked:
             step = report.step if self.settings.track.always_use_train_step else report.rollout_id
             builders.log_rewards(self._trackers_of(again), report.rewards, step=step)
+
+    def _rollout_gpus(self, timings: Metrics) -> int:
+        """Return the GPUs of the engines, which may have joined or left."""
+        settings = self.settings
+        first = len(settings.engine.url) or settings.num_engines
+        joined = int(timings.get("perf/engines", first)) - first
+        return max(1, settings.rollout_gpus + joined * settings.cluster.rollout_num_gpus_per_engine)
 
     def record_evaluation(
         self,

@@ -100,6 +100,8 @@ class ReportLoop:
             self.recorder.check_save()
             if report.last_step_of_round:
                 report.timings |= self.recorder.record_spans(number, self.parts.models.policy)
+                engines = None if self.parts.service is None else self.parts.service.engines
+                report.timings |= {} if engines is None else {"perf/engines": float(engines)}
             self.recorder.record(report)
             if not self.parts.rounds.samples or self.settings.run.on_logprob_mismatch == "stop":
                 self._log_prob_check.check(report)  # otherwise the diagnosis reports it

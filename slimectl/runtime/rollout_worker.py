@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,8 +24,9 @@ from slimectl.types import Metrics, Prompt, RolloutBatch, Sample, SamplerState
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slimectl.engines.supervisor.control import EngineControl
     from slimectl.engines.supervisor.server_pool import ServerPool
-    from slimectl.engines.weight_sync.base import WeightSynchronizer
+    from slimectl.engines.weight_sync.base import WeightSyncBase, WeightSynchronizer
 
 
 class RolloutWorker:
@@ -131,9 +132,14 @@ class RolloutWorker:
         """Load new weights into the embedded engine."""
         self.engine.load_weights(tensors, version=version)
 
-    def set_urls(self, addresses: Sequence[str], workers: Sequence[str]) -> None:
-        """Set the addresses of the servers after one of them died or was restarted."""
-        self.engine.set_urls(addresses, workers)
+    def set_urls(self, addresses: Sequence[str], workers: Sequence[str], leaving: Sequence[str]) -> None:
+        """Set the addresses of the servers after one of them joined, left, died or was restarted."""
+        self.engine.set_urls(addresses, workers, leaving)
+
+    def in_flight(self) -> dict[str, int]:
+        """Return the number of requests in flight by address."""
+        requests: dict[str, int] = self.engine.in_flight()
+        return requests
 
     def fail(self, error: BaseException) -> None:
         """Fail all pending requests with this error, because no server will be restarted."""
@@ -156,6 +162,7 @@ class RolloutService:
         )
         self._pool: ServerPool | None = None
         self._asleep = False
+        self._control: EngineControl | None = None
         try:
             self._pool = builders.server_pool(settings, model, executor=executor, folder=folder)
             urls = builders.urls(settings.engine)
@@ -192,19 +199,47 @@ class RolloutService:
             self._settings, policy, self._workers, model=self._model, folder=self._folder, rank_of=rank_of
         )
         if self._pool is not None:
-            # A restarted server gets the weights of the other servers, or newer ones, before any request.
-            self._pool.restore = lambda url: transport.push_to(builders.workers(self._settings, [url]))
+            # A new or restarted server gets the weights of the other servers, or newer ones, before any request.
+            self._pool.restore = partial(self._restore, transport)
             self._pool.announce, self._pool.failed = self._announce, self.sampler.fail
+            self._pool.in_flight = self._in_flight
             if isinstance(self.sampler, RolloutWorker):  # in this process: it can report a failed server at once
                 self.sampler.engine.troubled = self._pool.look
+            self._pool.announce_change()  # what happened while the models were built
+            self._control = builders.engine_control(self._settings, self._model, self._folder, self._pool, transport)
+            self._control.start()
         return builders.WeightSynchronizer(transport, policy, pool=self._pool, asleep=self._asleep)
 
-    def _announce(self, addresses: Sequence[str], workers: Sequence[str]) -> None:
+    @property
+    def engines(self) -> int | None:
+        """Number of servers that respond. None if the engine is no server."""
+        return None if self._pool is None else len(self._pool.urls)
+
+    def _restore(self, transport: WeightSyncBase, url: str) -> str:
+        """Push the policy's weights to one server, and return their version."""
+        workers = builders.workers(self._settings, [url])
+        while True:
+            version = transport.policy.weight_version
+            transport.push_to(workers)
+            if transport.policy.weight_version == version:
+                return version
+
+    def _announce(self, addresses: Sequence[str], workers: Sequence[str], leaving: Sequence[str]) -> None:
         assert self._workers is not None
         self._workers.set_urls(workers)
-        self.sampler.set_urls(addresses, workers)
+        self.sampler.set_urls(addresses, workers, leaving)
+
+    def _in_flight(self, urls: Sequence[str]) -> Mapping[str, int]:
+        """Return the number of requests at each server. A router does not report them, but its servers do."""
+        assert self._pool is not None
+        if self._pool.addresses == self._pool.urls:
+            requests: Mapping[str, int] = self.sampler.in_flight()
+            return requests
+        return builders.workers(self._settings, urls).loads()
 
     def close(self) -> None:
         """Stop the servers that were started here."""
+        if self._control is not None:
+            self._control.close()
         for pool in [*self._companions, *([self._pool] if self._pool is not None else [])]:
             pool.close()

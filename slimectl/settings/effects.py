@@ -34,7 +34,7 @@ def _starts_servers(settings: Settings) -> bool:
 
 
 def _watches_servers(settings: Settings) -> bool:
-    return _starts_servers(settings) and settings.engine.use_fault_tolerance
+    return settings.uses_servers and settings.engine.use_fault_tolerance
 
 
 def _embedded(settings: Settings) -> bool:
@@ -123,12 +123,16 @@ DEPENDENCIES = (
                lambda s: s.uses_servers, _NEEDS_SERVERS),
     Dependency("engine", ("request_timeout_s",), _SERVERS,
                lambda s: s.uses_servers or _asks_teachers(s), _NEEDS_SERVERS),
-    Dependency("engine", ("router", "start_timeout_s", "use_fault_tolerance"), _SERVERS,
-               _starts_servers, _NEEDS_STARTED),
-    Dependency("engine", ("health_check_interval", "health_check_timeout", "health_check_first_wait", "max_restarts"),
+    Dependency("engine", ("router", "start_timeout_s"), _SERVERS, _starts_servers, _NEEDS_STARTED),
+    Dependency("engine", ("use_fault_tolerance",), _SERVERS, lambda s: s.uses_servers, _NEEDS_SERVERS),
+    Dependency("engine", ("health_check_interval", "health_check_timeout", "health_check_first_wait"),
                (*_SERVERS, "engine.use_fault_tolerance"), _watches_servers,
-               "without servers that this program supervises. Set engine.num_engines or engine.backend, drop "
-               "engine.url, and keep engine.use_fault_tolerance"),
+               "without servers that this program supervises. Set engine.num_engines or engine.backend, and keep "
+               "engine.use_fault_tolerance"),
+    Dependency("engine", ("max_restarts",), (*_SERVERS, "engine.use_fault_tolerance"),
+               lambda s: _starts_servers(s) and s.engine.use_fault_tolerance,
+               "without servers that this program starts and supervises. Set engine.num_engines or engine.backend, "
+               "drop engine.url, and keep engine.use_fault_tolerance"),
     Dependency("cluster", ("colocate",), _SERVERS, lambda s: s.uses_servers,
                "with a single embedded engine, which shares the trainer's process. Set engine.num_engines or "
                "engine.backend"),

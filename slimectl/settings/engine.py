@@ -82,7 +82,7 @@ class EngineSettings(Section):
     """Seconds a server may take to start."""
 
     use_fault_tolerance: bool = True
-    """Restart servers that died or hang."""
+    """Restart servers that died or hang. Those of engine.url leave the run instead (docs/clusters.md)."""
 
     health_check_interval: Seconds = 30
     """Seconds between health checks."""

@@ -45,14 +45,15 @@ class Scene:
         self.fleet.start()
         self.push(self.fleet.urls, version="3")
 
-    def announce(self, addresses: Any, workers: Any) -> None:
+    def announce(self, addresses: Any, workers: Any, leaving: Any) -> None:
         self.announced.append(list(addresses))
-        self.engine.set_urls(addresses, workers)
+        self.engine.set_urls(addresses, workers, leaving)
 
-    def restore(self, url: str) -> None:
+    def restore(self, url: str) -> str:
         assert all(url not in addresses for addresses in self.announced)
         self.push([url], version="3")
         self.restored.append(url)
+        return "3"
 
     def push(self, urls: list[str], *, version: str) -> None:
         workers = SglangWorkers(urls, keys=serving.KEYS)

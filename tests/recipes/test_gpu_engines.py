@@ -21,7 +21,9 @@ from slimectl.architectures import cards
 from slimectl.architectures.config import with_defaults
 from slimectl.engines.weight_sync.distributed import DistributedSync
 from slimectl.engines.weight_sync.memory import TensorSync
-from slimectl.errors import SettingsError
+from slimectl.errors import BackendError, SettingsError
+from slimectl.executors.local import LocalExecutor
+from slimectl.planner.placement import Placement
 from slimectl.runtime import builders
 from slimectl.runtime.builders.engines import engine_backend
 from slimectl.runtime.builders.executors import executor_backend
@@ -69,6 +71,24 @@ def test_the_process_of_an_engine_gets_its_gpus(tmp_path: Path):
         assert b"CUDA_VISIBLE_DEVICES=2,5" in Path(f"/proc/{server.pid()}/environ").read_bytes().split(b"\0")
     finally:
         server.stop()
+
+
+def test_an_engine_that_joins_gets_a_free_gpu_and_one_that_left_returns_its_own(tmp_path: Path):
+    placement = Placement(actor_gpus_per_node=1, engine_gpus=(1, 1))
+    with closing(LocalExecutor(placement=placement, gpus=["4", "5", "6", "7"])) as executor:
+
+        def gpu_of(name: str) -> str:
+            server = executor.host(partial(http_server, tmp_path / "log"), name=name, gpus=1)
+            gpu: str = server.options.env["CUDA_VISIBLE_DEVICES"]
+            return gpu
+
+        assert [gpu_of(f"engine-{i}") for i in (0, 1, 2, 2)] == ["5", "6", "7", "7"]
+        with pytest.raises(BackendError, match="engine-3 needs 1 free GPUs, but this machine has only 0 free"):
+            gpu_of("engine-3")
+        executor.end_host("engine-0")
+        assert gpu_of("engine-3") == "5"
+        executor.end_host("engine-2")
+        assert gpu_of("engine-4") == "7"
 
 
 def test_a_machine_with_too_few_gpus_is_refused_before_anything_starts(machine: Machine):

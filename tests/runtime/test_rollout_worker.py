@@ -20,18 +20,22 @@ from slimectl.types import Metrics, SamplerState
 
 
 class Watched:
-    """As many restarts as there were deaths; the watch may have seen a death before anybody asks."""
+    """As many losses as there were deaths; the watch may have seen a death before anybody asks."""
 
     def __init__(self) -> None:
-        self.restarts = 0
+        self.losses = 0
         self.dead = 0
+        self.pushed: list[str] = []
 
     @contextmanager
     def pause_watch(self) -> Iterator[None]:
         yield
 
     def mend(self) -> None:
-        self.restarts, self.dead = self.restarts + self.dead, 0
+        self.losses, self.dead = self.losses + self.dead, 0
+
+    def note_push(self, version: str) -> None:
+        self.pushed.append(version)
 
     def settle(self) -> None:
         self.mend()
@@ -66,7 +70,8 @@ def test_a_push_over_which_servers_died_is_made_again(seen: list[str]):
     line: Any = Line(fleet, *seen)
     sync = WeightSynchronizer(line, Third(), pool=fleet)  # type: ignore[arg-type]
     assert sync.push() == {"bytes": 1.0}
-    assert (line.pushes, fleet.restarts, sync.version) == (len(seen) + 1, len(seen), "2")
+    assert (line.pushes, fleet.losses, sync.version) == (len(seen) + 1, len(seen), "2")
+    assert fleet.pushed == ["2"]
 
 
 def test_a_push_that_living_servers_refuse_fails():

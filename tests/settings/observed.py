@@ -211,7 +211,7 @@ def asked(place: Workplace, settings: Settings) -> Lines:
 
     found = servers.client(settings, place.model, builders.tokenizer(place.model), ["http://a:1"], ["http://a:1"])
     lines = [f"{found.addresses} {found.max_context}", repr(found.options)]
-    keys = servers.keys(settings, ())
+    keys = servers.keys(settings)
     return [*lines, f"api_key = {keys.api_key}", f"admin_api_key = {keys.admin_api_key}"]
 
 

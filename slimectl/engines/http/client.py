@@ -58,7 +58,7 @@ class HttpEngine:
         self.troubled: Callable[[str], object] = lambda url: None
         """Called with every server that failed, so that its monitor checks it at once."""
 
-        self._urls, self._workers = list(urls), list(workers or urls)
+        self._urls, self._workers, self._leaving = list(urls), list(workers or urls), list[str]()
         self.addresses = list(urls)
         """The latest request addresses. The list object stays the same."""
         self.generated_tokens = 0
@@ -106,15 +106,22 @@ class HttpEngine:
             await asyncio.wrap_future(self._background.submit(self._close_dispatch()))
             self._background.stop()
 
-    def set_urls(self, urls: Sequence[str], workers: Sequence[str] | None = None) -> None:
+    def set_urls(self, urls: Sequence[str], workers: Sequence[str] | None = None, leaving: Sequence[str] = ()) -> None:
         """Replace the servers.
 
-        Waiting requests go to the new ones. With an empty list, requests wait for the next call.
+        Waiting requests go to the new ones. With an empty list, requests wait for the next call. Requests on servers
+        that are `leaving` may finish there.
         """
         self._urls, self._workers = list(urls), list(urls if workers is None else workers)
+        self._leaving = list(leaving)
         self.addresses[:] = urls or self.addresses
         if self._background.runs:
             self._background.submit(self._announce()).result()
+
+    def in_flight(self) -> dict[str, int]:
+        """Return the number of requests in flight by the address that they were sent to."""
+        dispatch = self._dispatch
+        return {} if dispatch is None else dispatch.balance.in_flight()
 
     def fail(self, error: BaseException) -> None:
         """Fail all waiting requests with this error, because no server will come back."""
@@ -157,11 +164,11 @@ class HttpEngine:
 
     async def _abort(self) -> None:
         if self._dispatch is not None:
-            await self._dispatch.abort(self._workers)
+            await self._dispatch.abort([*self._workers, *self._leaving])
 
     async def _announce(self) -> None:
         if self._dispatch is not None:
-            self._dispatch.announce(self._urls)
+            self._dispatch.announce(self._urls, self._leaving)
             if self._failure is not None:
                 self._dispatch.balance.fail(self._failure)
 

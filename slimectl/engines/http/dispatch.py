@@ -68,6 +68,10 @@ class LoadBalancer:
         self._cooldown_until.clear()
         self._changed.set()
 
+    def in_flight(self) -> dict[str, int]:
+        """Return the number of requests by server, where there are any. For any thread."""
+        return {url: count for url, count in self._in_flight.copy().items() if count}
+
     def knows(self, url: str) -> bool:
         return url in self._urls
 
@@ -110,6 +114,8 @@ ABORT_GRACE_S = 5.0
 
 ABORT_REPLY_S, ABORT_AGAIN_S = 2.0, 0.25
 
+MOVES = 3
+
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
@@ -124,6 +130,10 @@ class ClientOptions:
     request_timeout_s: float = 14400.0
     connect_timeout_s: float = 120.0
     keys: ServerKeys = NO_KEYS
+    moves_aborted: bool = False
+    """Whether a response that a server has ended without being asked to is generated again, at most `MOVES` times. A
+    server that gets SIGTERM ends its responses."""
+
     shared: bool = False
     """Whether other clients use the servers, so that an abort must not touch their requests."""
 
@@ -135,6 +145,7 @@ class Dispatch:
         self, balance: LoadBalancer, api: ServerApi, options: ClientOptions, *, troubled: Callable[[str], object]
     ) -> None:
         self.balance, self._api, self._options, self._troubled = balance, api, options, troubled
+        self._moves = MOVES if options.moves_aborted else 0
         self._flights: dict[int, tuple[PendingRequest, asyncio.Task[Completion]]] = {}
         self._asking: dict[int, tuple[str, asyncio.Timeout]] = {}
         self._session = aiohttp.ClientSession(
@@ -184,14 +195,15 @@ class Dispatch:
         requests = self._api.abort_requests(ids)
         await asyncio.gather(*(_post(url, path, body, self._options.keys) for path, body in requests))
 
-    def announce(self, urls: Sequence[str]) -> None:
+    def announce(self, urls: Sequence[str], leaving: Sequence[str] = ()) -> None:
         """Replace the servers.
 
-        Requests on removed servers are retried, because a lost machine does not report errors.
+        Requests on removed servers are retried, because a lost machine does not report errors. Those on servers that
+        are `leaving` may finish.
         """
         self.balance.announce(urls)
         for url, limit in self._asking.values():
-            if url not in urls and not limit.expired():
+            if url not in urls and url not in leaving and not limit.expired():
                 limit.reschedule(asyncio.get_running_loop().time())
 
     async def close(self) -> None:
@@ -202,11 +214,14 @@ class Dispatch:
 
         Raises BackendError if no server responds for `connect_timeout_s`, not counting the wait for new servers.
         """
-        tries, silent_s, started = 0, 0.0, time.monotonic()
+        tries, silent_s, started, moves = 0, 0.0, time.monotonic(), 0
         while True:
             url = await self.balance.acquire(flight.key)
             try_started = time.monotonic()
             failure = await self._try_server(url, flight)
+            if failure is None and flight.finish == "abort" and not flight.aborted and moves < self._moves:
+                moves += 1
+                failure = Unavailable("the server has ended the request")
             if failure is None:
                 return
             if isinstance(failure, Paused):
@@ -220,7 +235,8 @@ class Dispatch:
             if flight.tokens:
                 tries, silent_s = 0, 0.0
             tries += 1
-            silent_s += time.monotonic() - try_started
+            # After the time of a connection, the server was not silent: it had the request until it was lost.
+            silent_s += min(CONNECT_S, time.monotonic() - try_started)
             if silent_s >= self._options.connect_timeout_s:
                 raise BackendError(
                     f"engine at {url} is not answering ({tries} tries, {silent_s:.0f} s): {first_line(failure)}. "

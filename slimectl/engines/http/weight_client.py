@@ -131,6 +131,10 @@ class HttpWorkers(WeightUpdateClient):
         """Prepare for the first tensor."""
         raise NotImplementedError
 
+    def loads(self) -> dict[str, int]:
+        """Return the number of requests at each worker that answers."""
+        raise NotImplementedError
+
     def _join(self, group: dict[str, Any], offsets: dict[str, int]) -> None:
         """Join a process group. `offsets` has the first rank of every worker."""
         raise NotImplementedError

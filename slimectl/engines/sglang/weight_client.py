@@ -15,6 +15,7 @@ import base64
 import json
 import pickle
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,15 @@ import torch
 from torch import Tensor, dtype
 
 from slimectl.engines.api_keys import NO_KEYS, ServerKeys
-from slimectl.engines.http.weight_client import IDLE_TIMEOUT_S, HttpWorkers, NamedTensor, aligned, dtype_name
+from slimectl.engines.http.weight_client import (
+    IDLE_TIMEOUT_S,
+    HttpWorkers,
+    NamedTensor,
+    WorkerReply,
+    aligned,
+    ask_all,
+    dtype_name,
+)
 from slimectl.engines.sglang.launch import ADAPTER_LOADER
 from slimectl.errors import BackendError
 from slimectl.protocols import INCOMPLETE
@@ -34,6 +43,8 @@ SETTLE_S = 0.2
 """Seconds to wait until an engine that continues in place notices that it is idle."""
 PREFILLED_S = 60.0
 """Seconds to wait until a resumed prefill server has nothing left to prefill."""
+LOADS_S = 5.0
+"""Seconds that a worker gets to report its load."""
 PD_ROLES = ("prefill", "decode")
 NO_SESSION = "no weight-update session"
 OPEN_ALREADY = "already open"
@@ -229,6 +240,15 @@ class SglangWorkers(HttpWorkers):
                 }
             )
         return by_worker
+
+    def loads(self) -> dict[str, int]:
+        """Return the number of requests at each worker that answers."""
+        replies = ask_all(partial(self._ask, path="/v1/loads", body={}, method="GET"), self.urls, limit_s=LOADS_S)
+        answered = [reply for reply in replies if isinstance(reply, WorkerReply) and reply.status == 200]
+        return {
+            reply.url: sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in reply.body["loads"])
+            for reply in answered
+        }
 
     def randomize_weights(self) -> None:
         self._request_all("/weights_checker", {"action": "reset_tensors"})

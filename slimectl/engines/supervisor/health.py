@@ -38,18 +38,54 @@ class RouterProcess(Server, Protocol):
     def remove(self, worker: str) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A server that was started elsewhere. It is neither restarted nor stopped from here."""
+
+    url: str
+
+    def start(self) -> str:
+        return self.url
+
+    def alive(self) -> bool:
+        return True
+
+    def death(self) -> str:
+        return "it does not answer"
+
+    def stop(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
 class Member:
+    number: int
     server: Server
     kind: Mapping[str, Any] = field(default_factory=dict)
     """Options for registration with the router."""
 
     url: str = ""
-    up: bool = False
-    """Whether it accepts requests: it responds and has the current weights."""
+    state: str = "starting"
+    """starting, loading weights, ready, restarting or leaving."""
+
+    weight_version: str | None = None
+    """Weights of the last push, if there was one."""
 
     routed: bool = False
     """Whether it is registered with the router."""
+
+    @property
+    def up(self) -> bool:
+        """Whether it accepts requests: it responds and has the current weights."""
+        return self.state == "ready"
+
+    @property
+    def leaves(self) -> bool:
+        return self.state == "leaving"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it was started here, so that it is restarted."""
+        return not isinstance(self.server, RunningServer)
 
 
 async def healthy(members: Sequence[Member], *, timeout_s: float) -> list[bool]:

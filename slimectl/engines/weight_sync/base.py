@@ -256,11 +256,13 @@ class WeightSynchronizer:
         Raises BackendError if engines refuse the weights, or the restart limit is reached.
         """
         while True:
-            restarts = self._pool.restarts if self._pool else 0
+            losses = self._pool.losses if self._pool else 0
             try:
                 with self._pool.pause_watch() if self._pool else nullcontext():
                     metrics = self._sync.push()
                     self.version = self._policy.weight_version
+                    if self._pool is not None:
+                        self._pool.note_push(self.version)
                     described = ", ".join(f"{name} {value:g}" for name, value in metrics.items())
                     logger.debug(f"engines have weights {self.version}: {described}")
                     return metrics
@@ -268,7 +270,7 @@ class WeightSynchronizer:
                 if self._pool is None:
                     raise
                 self._pool.settle()
-                if self._pool.restarts == restarts:
+                if self._pool.losses == losses:
                     raise  # all engines are alive: a restart would not help
 
     def sleep(self) -> None:

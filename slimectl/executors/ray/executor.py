@@ -19,7 +19,7 @@ from slimectl.executors.rank_group import GRACE_S
 from slimectl.executors.ray.actors import THREADS, Host, ObjectActor, Proxy, hosted_call
 from slimectl.executors.ray.cluster import DriverEnvironment, connect, disconnect, machine_addresses, ray
 from slimectl.executors.ray.failures import kill, processes_at, wait_for_news
-from slimectl.executors.ray.placement_group import WAIT_S, PlacedBundles
+from slimectl.executors.ray.placement_group import WAIT_S, ExtraPlace, PlacedBundles
 from slimectl.executors.ray.pool import Pool
 from slimectl.executors.ray.rank_group import RayRanks, started
 from slimectl.executors.time_limits import Limited, wall_limit
@@ -47,6 +47,8 @@ class RayExecutor:
         self._logs = None if logs is None else logs.absolute()
         self._groups: list[RayRanks] = []
         self._hosts: dict[str, Host] = {}
+        self._extra_places: dict[str, ExtraPlace] = {}
+        self._wait_s = wait_s
         self._connected = not ray.is_initialized()
         self._session = connect(address, cpus=len(placement.bundles) + 1 if placement else 1)
         bypass_proxies(*machine_addresses())
@@ -78,29 +80,42 @@ class RayExecutor:
     def host(self, build: Callable[[], Any], *, name: str, gpus: float = 0.0) -> Any:
         """Build an object in an actor and return its proxy. With `gpus`, use the next free engine with that many GPUs.
 
-        An engine over several machines has a part on each, which counts as an engine here.
+        An engine over several machines has a part on each, which counts as an engine here. If all are in use, the GPUs
+        are taken from the rest of the cluster. Raises BackendError if they are not free there.
 
         An existing host of the same name is ended first, and its GPUs are reused.
         """
         if name in self._hosts:
             self._end_host(name)
-        place: dict[str, Any] = {}
-        environment = self._environment
-        if gpus:
-            if self.places is None or self._parts is None:
-                raise BackendError("a host with GPUs needs a placement that has engines")
-            part = self._parts.assign(name, gpus)
-            self.places.settle()
-            place = self.places.of_part(part)
-            if gpus > 1:
-                # Ray shows an actor only the GPU of its bundle. The GPUs of the engine's other bundles are ours too.
-                visible = {"CUDA_VISIBLE_DEVICES": ",".join(self.places.gpus_of_part(part))}
-                environment = replace(environment, variables={**environment.variables, **visible})
+        place, variables = self._gpu_place(name, gpus) if gpus else ({}, {})
+        environment = replace(self._environment, variables={**self._environment.variables, **variables})
         self._hosts[name] = host = self._start_host(build, name, environment, place)
         return Proxy(host)
 
+    def _gpu_place(self, name: str, gpus: float) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the Ray options of a host with GPUs, and the environment variables that show it all of them."""
+        if self.places is None or self._parts is None:
+            raise BackendError("a host with GPUs needs a placement that has engines")
+        part = self._parts.assign(name, gpus)
+        if part is None:
+            if name not in self._extra_places:
+                self._extra_places[name] = ExtraPlace(name, gpus, wait_s=self._wait_s)
+            return self._extra_places[name].options, {}
+        self.places.settle()
+        # Ray shows an actor only the GPU of its bundle. The GPUs of the engine's other bundles are ours too.
+        shown = ",".join(self.places.gpus_of_part(part))
+        return self.places.of_part(part), {"CUDA_VISIBLE_DEVICES": shown} if gpus > 1 else {}
+
     def rank_beside(self, name: str) -> int | None:
         return self._parts.rank_beside(name) if self._parts is not None else None
+
+    def end_host(self, name: str) -> None:
+        if name in self._hosts:
+            self._end_host(name)
+        if self._parts is not None:
+            self._parts.release(name)
+        if (place := self._extra_places.pop(name, None)) is not None:
+            place.release()
 
     def stream(self, make: Callable[[], Iterator[Item]], *, ahead: int) -> Iterator[Item]:
         """Stream the items of `make()`.
@@ -158,6 +173,8 @@ class RayExecutor:
                 return
             if self.places is not None:
                 closing.callback(self.places.release)
+            for place in self._extra_places.values():
+                closing.callback(place.release)
             closing.callback(self._pool.close)
             for group in self._groups:
                 closing.callback(group.end)

@@ -149,6 +149,29 @@ class PlacedBundles:
         )
 
 
+class ExtraPlace:
+    """Placement group of an engine that joins later: `gpus` GPUs of one machine, outside of the run's placement.
+
+    Raises BackendError if they are not free within `wait_s`.
+    """
+
+    def __init__(self, name: str, gpus: float, *, wait_s: float) -> None:
+        self._group = ray.util.placement_group([{"GPU": gpus}], strategy="STRICT_PACK")
+        if not self._group.wait(wait_s):
+            self.release()
+            free = ray.available_resources().get("GPU", 0)
+            raise BackendError(
+                f"{name} needs {gpus:g} free GPUs on one machine, but the Ray cluster has only {free:g} free (waited "
+                f"{wait_s:g} s). Add a machine, or remove another engine."
+            )
+        self.options: dict[str, Any] = {"num_gpus": gpus, "scheduling_strategy": _strategy(self._group, 0)}
+
+    def release(self) -> None:
+        """Remove the placement group. Its actors end."""
+        with contextlib.suppress(Exception):
+            ray.util.remove_placement_group(self._group)
+
+
 def _without_none(bundles: Iterable[int | None]) -> list[int]:
     return [bundle for bundle in bundles if bundle is not None]
 

@@ -60,6 +60,7 @@ from slimectl.runtime.builders.servers import check_engine as check_engine
 from slimectl.runtime.builders.servers import check_middlewares as check_middlewares
 from slimectl.runtime.builders.servers import check_stop_tokens as check_stop_tokens
 from slimectl.runtime.builders.servers import client as client
+from slimectl.runtime.builders.servers import engine_control as engine_control
 from slimectl.runtime.builders.servers import engine_gpus as engine_gpus
 from slimectl.runtime.builders.servers import server_pool as server_pool
 from slimectl.runtime.builders.servers import start_engines as start_engines

@@ -115,7 +115,7 @@ class EngineBackend:
         """Create the client that pushes weights to servers at these addresses."""
         from slimectl.engines.sglang.weight_client import SglangWorkers
 
-        return SglangWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
+        return SglangWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings))
 
     def api(self) -> ServerApi:
         """Return the dialect of the servers' HTTP API. `slimectl serve` uses SGLang's."""
@@ -276,18 +276,18 @@ def server_options(settings: Settings, spec: ServerSpec, *, log: Path, waiting: 
         weight_version=NO_WEIGHTS if waiting else version_of(spec.model),
         host=None if executor_backend(settings).spans_machines(settings) else "127.0.0.1",
         start_timeout_s=settings.engine.start_timeout_s,
-        keys=keys(settings, ()),
+        keys=keys(settings),
     )
 
 
-def keys(settings: Settings, addresses: Sequence[str]) -> ServerKeys:
+def keys(settings: Settings) -> ServerKeys:
     """Return the keys of the servers from [engine], the engine's own arguments, or the key file of a local server."""
     from slimectl.engines.api_keys import ServerKeys
 
     options = settings.engine
     args = reveal(engine_backend(settings).server_args(settings), setting=f"{options.backend}.args")
-    given_keys = ServerKeys(
+    return ServerKeys(
         api_key=reveal(options.api_key, setting="engine.api_key") or args.get("api_key"),
         admin_api_key=reveal(options.admin_api_key, setting="engine.admin_api_key") or args.get("admin_api_key"),
+        finds_local=bool(options.url),
     )
-    return given_keys.with_local(addresses) if options.url else given_keys

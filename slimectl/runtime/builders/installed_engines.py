@@ -133,7 +133,7 @@ class VllmBackend(InstalledBackend):
     def workers(self, settings: Settings, urls: Sequence[str]) -> HttpWorkers:
         from slimectl.engines.vllm.weight_client import VllmWorkers
 
-        return VllmWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings, urls))
+        return VllmWorkers(urls, timeout_s=settings.sync.timeout_s, keys=keys(settings))
 
     def api(self) -> ServerApi:
         from slimectl.engines.vllm.api import VllmApi

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from slimectl.architectures import cards
 from slimectl.chats.model_tokens import end_tokens
@@ -20,8 +21,15 @@ from slimectl.errors import SettingsError
 from slimectl.runtime.builders.engines import EngineBackend, engine, engine_backend, engine_reads, keys
 from slimectl.runtime.builders.executors import executor as executor_of
 from slimectl.runtime.builders.executors import executor_backend
-from slimectl.runtime.builders.models import device, served_model
-from slimectl.runtime.builders.weight_sync import adapter_obstacle, keyed, pushed_precision, urls
+from slimectl.runtime.builders.models import device, served_model, tokenizer
+from slimectl.runtime.builders.weight_sync import (
+    LOCAL,
+    adapter_obstacle,
+    keyed,
+    needs_shared_memory,
+    pushed_precision,
+    urls,
+)
 from slimectl.settings import Settings
 from slimectl.settings.engine import EngineSettings
 from slimectl.system.event_loop import run_coroutine
@@ -31,8 +39,10 @@ if TYPE_CHECKING:
     from slimectl.engines.http.api import ServerApi
     from slimectl.engines.http.client import HttpEngine
     from slimectl.engines.sglang.topology import ServerSpec
-    from slimectl.engines.supervisor.server_pool import ServerPool
+    from slimectl.engines.supervisor.control import EngineControl
+    from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
     from slimectl.engines.supervisor.server_process import ServerProcess
+    from slimectl.engines.weight_sync.base import WeightSyncBase
     from slimectl.protocols import Engine, Executor
 
 
@@ -89,41 +99,100 @@ def check_stop_tokens(settings: Settings, config: Mapping[str, Any]) -> None:
 def server_pool(
     settings: Settings, model: Path, *, executor: Executor, folder: Path, waiting: bool = True
 ) -> ServerPool | None:
-    """Start the servers of the settings. Returns None if no servers are needed or they are already running.
+    """Start the servers of the settings, or watch the running ones of engine.url. Returns None if none are needed.
 
     With `waiting`, they answer no request before the first push. Otherwise they start with the weights in `model`.
     Their output goes to engine-0.log, … in `folder`/logs.
     """
-    if settings.engine.url or not settings.uses_servers:
+    from slimectl.engines.supervisor.health import RunningServer
+    from slimectl.engines.supervisor.server_pool import ServerPool
+
+    if not settings.uses_servers:
         return None
-    pool = new_pool(settings, model, executor=executor, folder=folder, waiting=waiting)
+    if running := urls(settings.engine):
+        pool = ServerPool(lambda i: RunningServer(running[i]), len(running), watch=_watch(settings.engine))
+    else:
+        pool = new_pool(settings, model, executor=executor, folder=folder, waiting=waiting)
     pool.start()
     return pool
 
 
 def new_pool(settings: Settings, model: Path, *, executor: Executor, folder: Path, waiting: bool) -> ServerPool:
     """Create the pool of `server_pool` without starting it."""
-    from slimectl.engines.supervisor.server_pool import ServerPool, WatchOptions
+    from slimectl.engines.supervisor.server_pool import ServerPool
 
-    engine, logs, api_key = settings.engine, folder / "logs", keys(settings, ()).api_key
-    specs = engine_backend(settings).specs(settings, served_model(settings.engine, model))
-    specs = [spec for spec in specs if spec.gets_weights]
+    logs, api_key = folder / "logs", keys(settings).api_key
+    specs = _trained_specs(settings, served_model(settings.engine, model))
+
+    def spec_of(i: int) -> ServerSpec:
+        """Return the specification of a server. One that joins later is like the first."""
+        return specs[i] if i < len(specs) else replace(specs[0], name=f"{_group(specs[0])}-{i}")
+
+    def release(i: int) -> None:
+        for part in spec_of(i).parts():
+            executor.end_host(part.name)
 
     pool = ServerPool(
-        lambda i: _hosted(settings, specs[i], executor=executor, logs=logs, waiting=waiting),
+        lambda i: _hosted(settings, spec_of(i), executor=executor, logs=logs, waiting=waiting),
         len(specs),
         router=_router(settings, logs),
         kinds=[spec.router_kind() | ({"api_key": api_key} if api_key else {}) for spec in specs],
-        watch=WatchOptions(
-            watches=engine.use_fault_tolerance,
-            interval_s=engine.health_check_interval,
-            timeout_s=engine.health_check_timeout,
-            first_wait_s=engine.health_check_first_wait,
-            max_restarts=engine.max_restarts,
-        ),
+        watch=_watch(settings.engine),
     )
-    pool.rank_beside = lambda i: executor.rank_beside(specs[i].name)
+    pool.release = release
+    pool.rank_beside = lambda i: executor.rank_beside(spec_of(i).name)
     return pool
+
+
+def _trained_specs(settings: Settings, model: Path) -> list[ServerSpec]:
+    """Return the specification of every server that gets the policy's weights."""
+    return [spec for spec in engine_backend(settings).specs(settings, model) if spec.gets_weights]
+
+
+def _group(spec: ServerSpec) -> str:
+    return spec.name.rpartition("-")[0]
+
+
+def _watch(engine: EngineSettings) -> WatchOptions:
+    from slimectl.engines.supervisor.server_pool import WatchOptions
+
+    return WatchOptions(
+        watches=engine.use_fault_tolerance,
+        interval_s=engine.health_check_interval,
+        timeout_s=engine.health_check_timeout,
+        first_wait_s=engine.health_check_first_wait,
+        max_restarts=engine.max_restarts,
+    )
+
+
+def engine_control(
+    settings: Settings, model: Path, folder: Path, pool: ServerPool, transport: WeightSyncBase
+) -> EngineControl:
+    """Build what carries out the requests of `slimectl engines` for the run in `folder`."""
+    from slimectl.engines.supervisor.control import EngineControl
+
+    return EngineControl(folder, pool, check=partial(_check_addition, settings, model, transport))
+
+
+def _check_addition(settings: Settings, model: Path, transport: WeightSyncBase, url: str | None) -> None:
+    """Check that an engine can join the run: a new one, or the running one at `url`. Raises one error line if not."""
+    if url is not None:
+        if not settings.engine.url:
+            raise SettingsError("this run starts its engines. Leave out --url, or start a run with engine.url")
+        if "@" in url or not url.startswith(("http://", "https://")):
+            raise SettingsError(f"--url {url}: give http://HOST:PORT. Keys belong in engine.api_key")
+        if needs_shared_memory(transport) and urlsplit(url).hostname not in LOCAL:
+            raise SettingsError(
+                f"--url {url}: weights reach the engines through shared memory (sync.transport = tensor), which "
+                "servers on other machines cannot read. Start the run with sync.transport = distributed, disk or delta"
+            )
+        client(settings, model, tokenizer(model), [url], [url])  # raises
+    elif settings.engine.url:
+        raise SettingsError("this run uses servers that are already running (engine.url). Add one with --url")
+    elif settings.cluster.colocate:
+        raise SettingsError("cluster.colocate: engines share the GPUs of the trainer, so none is free for another one")
+    elif len({_group(spec) for spec in _trained_specs(settings, model)}) > 1:
+        raise SettingsError("engines of several groups (prefill and decode, or sglang.server_groups) cannot be added")
 
 
 def auxiliary_servers(
@@ -197,8 +266,7 @@ def _router_policy(settings: Settings) -> str | None:
     policy: str = settings.engine.router
     if policy == "auto":
         backend = engine_backend(settings)
-        specs = [spec for spec in backend.specs(settings, Path("model")) if spec.gets_weights]
-        policy = backend.default_router if len(specs) > 1 else "none"
+        policy = backend.default_router if len(_trained_specs(settings, Path("model"))) > 1 else "none"
     return None if policy == "none" else policy
 
 
@@ -241,7 +309,8 @@ def client(
         affinity=options.session_affinity,
         request_timeout_s=options.request_timeout_s,
         connect_timeout_s=options.connect_timeout_s,
-        keys=keys(settings, workers),
+        keys=keys(settings),
+        moves_aborted=settings.sync.pause_mode != "abort",
         shared=bool(options.url),
     )
     api = _api(settings, config)

@@ -131,6 +131,13 @@ def _rank_beside(rank_of: Callable[[str], int | None], url: str) -> int:
     return rank
 
 
+def needs_shared_memory(transport: WeightSyncBase) -> bool:
+    """Return whether a transport reaches only engines on this machine."""
+    from slimectl.engines.weight_sync.memory import TensorSync
+
+    return isinstance(getattr(transport, "sync", transport), TensorSync)
+
+
 def adapter_obstacle(settings: Settings) -> str | None:
     """Return why servers get merged weights of a policy with adapters, or None if they get only adapters.
 

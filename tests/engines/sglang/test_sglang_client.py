@@ -15,6 +15,7 @@ import pytest
 import serving
 from aiohttp import web
 
+from slimectl.engines.http import dispatch
 from slimectl.engines.http.client import HttpEngine, ServedModel
 from slimectl.engines.http.dispatch import ClientOptions
 from slimectl.engines.sglang.api import SglangApi
@@ -273,6 +274,62 @@ def test_a_server_that_is_withdrawn_is_not_waited_for(url: str):
             await asyncio.to_thread(engine.set_urls, [url])
             try:
                 return await asyncio.wait_for(under_way, 10)
+            finally:
+                await engine.close()
+
+    assert len(asyncio.run(scene()).tokens) == 4
+
+
+def test_a_request_finishes_on_a_server_that_is_leaving(url: str):
+    async def scene() -> tuple[Completion, dict[str, int]]:
+        engine = bare(url)
+        params = SamplingParams(max_tokens=150, ignore_eos=True, seed=1)
+        under_way = asyncio.create_task(engine.generate(PROMPT, params=params))
+        while not engine.in_flight():
+            await asyncio.sleep(0.001)
+        counted = engine.in_flight()
+        await asyncio.to_thread(engine.set_urls, [], [], [url])  # no other server could take it
+        try:
+            return await asyncio.wait_for(under_way, 30), counted
+        finally:
+            await engine.close()
+
+    completion, counted = asyncio.run(scene())
+    assert len(completion.tokens) == 150
+    assert counted == {url: 1}
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_response_that_a_server_ends_as_it_stops_is_generated_by_another(url: str, moves: bool):
+    async def scene() -> Completion:
+        async def stopping(request: web.Request) -> web.StreamResponse:
+            await asyncio.to_thread(engine.set_urls, [url], [url], [where])
+            return await streaming(event([1], total=1), event([], total=1, finish={"type": "abort"}))(request)
+
+        async with listening(stopping) as where:
+            engine = bare(where, moves_aborted=moves)
+            try:
+                return await asyncio.wait_for(engine.generate(PROMPT, params=SHORT), 30)
+            finally:
+                await engine.close()
+
+    completion = asyncio.run(scene())
+    assert (len(completion.tokens), completion.finish_reason) == ((4, "length") if moves else (1, "abort"))
+
+
+def test_the_time_that_a_lost_server_had_a_request_is_no_silence(url: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dispatch, "CONNECT_S", 0.1)
+
+    async def scene() -> Completion:
+        async def lost(_: web.Request) -> web.StreamResponse:
+            await asyncio.sleep(0.6)
+            await asyncio.to_thread(engine.set_urls, [url])
+            raise AssertionError("the request has moved")
+
+        async with listening(lost) as where:
+            engine = bare(where, connect_timeout_s=0.5)
+            try:
+                return await asyncio.wait_for(engine.generate(PROMPT, params=SHORT), 30)
             finally:
                 await engine.close()
 
