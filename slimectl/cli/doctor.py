@@ -109,7 +109,7 @@ def _shown(result: CheckResult) -> str:
     columns = max(NARROWEST, width()) if stdio.is_terminal() else 10_000
     indent = " " * (NAME_WIDTH + 7)
     parts = [(f"{result.status:<5} {result.what:<{NAME_WIDTH}} ", result.detail)]
-    parts += [(" " * (NAME_WIDTH + 3) + "-> ", result.remedy)] if result.remedy else []
+    parts += [(" " * (NAME_WIDTH + 4) + "-> ", result.remedy)] if result.remedy else []
     lines = [
         line
         for head, text in parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,9 @@ from slimectl.stages.train import TrainState
 from slimectl.system.shared_memory import remove_orphans
 from slimectl.system.stdio import log_to_file, logger, quantity
 from slimectl.system.timeline import timeline
+
+OF_DEVICES = re.compile("cuda|nccl|cublas|cudnn|nvidia|flashinfer|sgl_kernel", re.IGNORECASE)
+"""Words in errors that `slimectl doctor` may explain."""
 
 
 class TrainingRun:
@@ -189,7 +193,7 @@ class TrainingRun:
             self.folder.discard()
 
     def _run_with_advice(self) -> Reports:
-        """Run. If the start is abandoned or training diverges, report the checkpoint and the command to continue."""
+        """Run. If it ends with an error, report the command to continue, or to check the machine."""
         try:
             return (yield from self._run_on_executor())
         except RoundAbandoned:
@@ -202,6 +206,11 @@ class TrainingRun:
             raise DivergedError(f"{error}; {advice}. Continue with: {command}") from error
         except OutOfMemoryError as error:
             raise OutOfMemoryError(f"{error}. Continue with: {self._resume_command} -s KEY=VALUE") from error
+        except Exception as error:
+            if OF_DEVICES.search(str(error)):
+                settings = f" {shlex.quote(self._recipe)}" if self._recipe else ""
+                logger.warning(f"Check this machine: slimectl doctor{settings}")
+            raise
 
     def _run_on_executor(self) -> Reports:
         """Run on the processes or machines of a new executor."""

@@ -32,6 +32,12 @@ def test_a_disagreement_fails_with_exit_code_1(workshop: Workshop):
     assert "checks failed: agreement, step 1" in workshop.stderr
 
 
+def test_a_run_that_ends_with_an_error_of_cuda_names_the_command(workshop: Workshop):
+    (workshop.folder / "broken.py").write_text("def reward(sample):\n    raise RuntimeError('CUDA error: no device')\n")
+    workshop.slimectl("run", "-s", "score.custom_rm_path=broken.py:reward", "-s", "score.workers=0", code=2)
+    assert "Check this machine: slimectl doctor" in workshop.stderr
+
+
 def test_without_a_model_it_says_what_to_add(workshop: Workshop):
     (workshop.folder / "slimectl.toml").unlink()
     workshop.slimectl("doctor", "--engine", code=2)

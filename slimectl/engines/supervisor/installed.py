@@ -88,7 +88,7 @@ class InstalledServer:
 
     def examine(self, python: str | None, *, has_gpu: bool) -> Installation:
         """Import it in its Python, with its kernels if there is a GPU. Raises BackendError if it does not run."""
-        path, remedy = self.interpreter(python), self._remedy(python)
+        path, remedy = self.interpreter(python), self._remedy(python, has_gpu=has_gpu)
         fields_of(path, self.script, self.section)
         command = [path, "-E", "-c", EXAMINE, *(self.kernels if has_gpu else ())]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
@@ -145,14 +145,16 @@ class InstalledServer:
         yield field["flag"]
         yield from (_word(f"{section}.args.{name}", element, field) for element in values)
 
-    def _remedy(self, python: str | None) -> str:
+    def _remedy(self, python: str | None, *, has_gpu: bool | None = None) -> str:
         """Return the command that installs it.
 
         CPU requirements pin every package, so without `python` they are installed in a new environment.
         """
-        import torch
+        if has_gpu is None:
+            import torch
 
-        if torch.cuda.is_available():
+            has_gpu = torch.cuda.is_available()
+        if has_gpu:
             return f"{python or sys.executable} -m pip install '{self.on_gpu}'"
         packages = f"--no-deps -r tests/support/cpu/requirements-{self.section}.txt"
         if python is not None:

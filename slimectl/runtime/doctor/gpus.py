@@ -109,7 +109,7 @@ def memory(scope: Scope) -> Iterator[CheckResult]:
             continue
         busy = True
         holders = [
-            f"{process.findtext('process_name', '')} (pid {process.findtext('pid')}) {process.findtext('used_memory')}"
+            f"{process.findtext('process_name', '')} (pid {process.findtext('pid')}, {process.findtext('used_memory')})"
             for process in gpu.report.iter("process_info")
         ]
         text = f"GPU {gpu.index}: {free / 1024:.1f} of {total / 1024:.1f} GiB free, held by "
@@ -146,7 +146,9 @@ def errors(scope: Scope) -> Iterator[CheckResult]:
 def _those(scope: Scope, is_bad: Callable[[Gpu], bool], text: str, remedy: str) -> Iterator[CheckResult]:
     """Yield a failure that lists the GPUs for which `is_bad` holds, if there are any."""
     if bad := [gpu for gpu in scope.visible if is_bad(gpu)]:
-        yield failure("GPU errors", f"{_names(bad)}: {text}", remedy.format(gpus=",".join(str(g.index) for g in bad)))
+        yield failure(
+            "GPU errors", f"{_names(bad, scope)}: {text}", remedy.format(gpus=",".join(str(g.index) for g in bad))
+        )
 
 
 def _uncorrectable(gpu: Gpu) -> bool:
@@ -230,20 +232,20 @@ def modes(scope: Scope) -> Iterator[CheckResult]:
     visible = scope.visible
     lazy = [gpu for gpu in visible if gpu.text("persistence_mode") == "Disabled"]
     if lazy:
-        text = f"{_names(lazy)}: persistence mode is off, so every start takes seconds longer"
+        text = f"{_names(lazy, scope)}: persistence mode is off, so every start takes seconds longer"
         yield warning("GPU modes", text, "Turn it on with `sudo nvidia-smi -pm 1`, outside the container")
     sliced = [gpu for gpu in visible if gpu.text("mig_mode/current_mig") == "Enabled"]
     if sliced:
-        text = f"{_names(sliced)}: MIG is on, and NCCL cannot connect MIG slices"
+        text = f"{_names(sliced, scope)}: MIG is on, and NCCL cannot connect MIG slices"
         remedy = "Turn it off with `sudo nvidia-smi -mig 0`, or use settings for one GPU"
         yield (failure if scope.needed_gpus > 1 else warning)("GPU modes", text, remedy)
     closed = [gpu for gpu in visible if gpu.text("compute_mode") == "Prohibited"]
     exclusive = [gpu for gpu in visible if gpu.text("compute_mode") == "Exclusive_Process"]
     remedy = "Turn it off with `sudo nvidia-smi -c DEFAULT`"
     if closed:
-        yield failure("GPU modes", f"{_names(closed)}: compute mode Prohibited", remedy)
+        yield failure("GPU modes", f"{_names(closed, scope)}: compute mode Prohibited", remedy)
     if exclusive:
-        text = f"{_names(exclusive)}: compute mode Exclusive_Process, so trainer and engine cannot share a GPU"
+        text = f"{_names(exclusive, scope)}: compute mode Exclusive_Process, so trainer and engine cannot share a GPU"
         yield (failure if scope.settings.cluster.colocate else warning)("GPU modes", text, remedy)
     if visible and not (lazy or sliced or closed or exclusive):
         yield passed("GPU modes", "persistence on, MIG off, shared compute mode")
@@ -268,7 +270,7 @@ def links(scope: Scope) -> Iterator[CheckResult]:
         text = f"no peer-to-peer in {len(blocked)} of {len(pairs)} pairs, such as {pair[0]} and {pair[1]} ({state})"
         remedy = "NCCL copies through host memory. On bare metal turn off ACS and the IOMMU. Consumer GPUs have none"
         yield warning("GPU links", text, remedy)
-    nvlinks = sorted({kind for kind in connections if kind.startswith("NV")}, key=len)
+    nvlinks = sorted({kind for kind in connections if kind.startswith("NV")}, key=lambda kind: int(kind[2:]))
     on_all = all(kind.startswith("NV") for kind in connections)
     if on_all and len(nvlinks) > 1:
         text = f"different numbers of NVLinks between pairs: {', '.join(nvlinks)}"
@@ -288,5 +290,7 @@ def _matrix(text: str) -> dict[tuple[int, int], str]:
     return {(int(row[0][3:]), int(name[3:])): cell for row in body for name, cell in zip(names, row[1:], strict=False)}
 
 
-def _names(gpus: Sequence[Gpu]) -> str:
+def _names(gpus: Sequence[Gpu], scope: Scope) -> str:
+    if len(gpus) == len(scope.visible) > 1:
+        return "all GPUs"
     return f"GPU{'s' if len(gpus) > 1 else ''} {', '.join(str(gpu.index) for gpu in gpus)}"

@@ -18,6 +18,7 @@ from slimectl.runtime.check_result import CheckResult, failure, info, passed, wa
 from slimectl.runtime.doctor.gpus import cuda_of
 from slimectl.runtime.doctor.probe import SLOWEST_SHARE
 from slimectl.runtime.doctor.scope import Scope
+from slimectl.system.stdio import quantity
 
 PROBE_S = 180.0
 """Maximum seconds of a child process. The first kernels of a GPU compile."""
@@ -92,7 +93,7 @@ def _build(scope: Scope, torch: Mapping[str, Any]) -> CheckResult:
     """Return whether torch can use the visible GPUs."""
     name, expected, built = f"torch {torch['version']}", len(scope.visible), torch["cuda"]
     if not expected:
-        return passed("torch", f"{torch['version']}, {torch['threads']} threads")
+        return passed("torch", f"{torch['version']}, {quantity(torch['threads'], 'thread')}")
     if built is None:
         remedy = f"Run: pip install --force-reinstall -c {VERSIONS} torch"
         return failure("torch", f"{name} is a build without CUDA, so {expected} GPUs stay unused", remedy)
