@@ -17,7 +17,7 @@ from gpu_machine import PROCESS, GpuMachine
 
 from slimectl.engines.supervisor.installed import conflicts
 from slimectl.runtime.check_result import CheckResult
-from slimectl.runtime.doctor import checks, environment, gpus, host, libraries, probe
+from slimectl.runtime.doctor import checks, environment, gpus, host, libraries, probe, scope
 from slimectl.runtime.doctor.scope import Scope
 from slimectl.settings import Settings
 
@@ -39,7 +39,7 @@ class Case:
 
     def __init__(self, machine: GpuMachine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.machine, self.settings, self.setenv = machine, dict[str, dict[str, object]](), monkeypatch.setenv
-        self.limits = ExitStack()
+        self.limits, self.setattr = ExitStack(), monkeypatch.setattr
 
     def scope(self) -> Scope:
         return Scope(Settings.model_validate(self.settings), self.machine.root)
@@ -50,11 +50,11 @@ class Case:
         self.limits.callback(resource.setrlimit, kind, before)
         resource.setrlimit(kind, (number, before[1]))
 
-    def torch(self, *, cuda: str = "13.0", error: str = "", count: int = 2, capability: str = "9, 0") -> None:
+    def torch(self, *, cuda: str = "13.0", error: str = "", count: int = 2) -> None:
         """Put a package before torch that answers as a torch with these GPUs would. It is imported by a real child."""
         folder = self.machine.folder / "packages" / "torch"
         folder.mkdir(parents=True)
-        (folder / "__init__.py").write_text(TORCH.format(cuda=cuda, error=error, count=count, capability=capability))
+        (folder / "__init__.py").write_text(TORCH.format(cuda=cuda, error=error, count=count))
         self.setenv("PYTHONPATH", f"{folder.parent}:{os.environ.get('PYTHONPATH', '')}")
 
 
@@ -65,10 +65,8 @@ version = Space(cuda="{cuda}")
 def init():
     if "{error}":
         raise RuntimeError("{error}")
-card = Space(major=({capability})[0], minor=({capability})[1])
 cuda = Space(
-    init=init, device_count=lambda: {count}, get_device_properties=lambda index: card,
-    nccl=Space(version=lambda: (2, 29, 7)), get_arch_list=lambda: ["sm_80", "sm_90"],
+    init=init, device_count=lambda: {count}, nccl=Space(version=lambda: (2, 29, 7)),
 )
 get_num_threads = lambda: 1
 """
@@ -92,6 +90,11 @@ def without_tool(case: Case) -> None:
         case.machine.write(f"sys/bus/pci/devices/{bus}/vendor", "0x10de\n")
         case.machine.write(f"sys/bus/pci/devices/{bus}/class", "0x030200\n")
     case.machine.write("sys/bus/pci/devices/0000:03:00.0/vendor", "0x8086\n")
+
+
+def hanging(case: Case) -> None:
+    (case.machine.folder / "bin" / "nvidia-smi").write_text("#!/bin/sh\nsleep 60\n")
+    case.setattr(scope, "NVIDIA_SMI_S", 0.1)
 
 
 def held(case: Case, *, pid: str | None = "4211") -> None:
@@ -195,6 +198,7 @@ LIMIT = "<current_power_limit>{} W</current_power_limit>"
 WIDTH = "<current_link_width>{}x</current_link_width>"
 NO_DRIVER = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. "
 MISMATCH = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 580.126"
+NO_IMAGE = "AcceleratorError: CUDA error: no kernel image is available for execution on the device"
 LOST = "Unable to determine the device handle for GPU0000:02:00.0: GPU is lost.  Reboot the system to recover this GPU"
 
 FAULTS = [
@@ -203,6 +207,7 @@ FAULTS = [
           "couldn't communicate", "sudo modprobe nvidia"),
     Fault("driver updated in use", gpus.driver, lambda case: case.machine.fail(MISMATCH), "FAIL",
           "version mismatch NVML library version: 580.126", "Reboot"),
+    Fault("driver hangs", gpus.driver, hanging, "FAIL", "nvidia-smi does not answer within 0 s", "dmesg"),
     Fault("GPU lost", gpus.driver, lambda case: case.machine.fail(LOST), "FAIL", "GPU is lost", "Power-cycle"),
     Fault("GPUs gone from a container", gpus.driver,
           lambda case: case.machine.fail("Failed to initialize NVML: Unknown Error"), "FAIL", "Unknown Error",
@@ -217,31 +222,31 @@ FAULTS = [
           "GPU 1: 9.9 of 79.6 GiB free, held by python (pid 4211, 70144 MiB)", "Stop these processes"),
     Fault("memory held by an unlisted process", gpus.memory, lambda case: held(case, pid=None), "FAIL",
           "held by no listed process", "sudo fuser -v /dev/nvidia*"),
-    Fault("uncorrectable memory error", gpus.errors, element("dram_uncorrectable", "0", "2"), "FAIL",
+    Fault("uncorrectable memory error", gpus.fields, element("dram_uncorrectable", "0", "2"), "FAIL",
           "GPU 1: uncorrectable memory errors", "sudo nvidia-smi --gpu-reset -i 1"),
-    Fault("row remapping pending", gpus.errors, element("remapped_row_pending", "No", "Yes"), "FAIL",
+    Fault("row remapping pending", gpus.fields, element("remapped_row_pending", "No", "Yes"), "FAIL",
           "GPU 1: a memory repair is pending", "--gpu-reset -i 1"),
-    Fault("row remapping failed", gpus.errors, element("remapped_row_failure", "No", "Yes"), "FAIL",
+    Fault("row remapping failed", gpus.fields, element("remapped_row_failure", "No", "Yes"), "FAIL",
           "GPU 1: memory can no longer be repaired", "Replace GPU 1"),
-    Fault("driver asks for a reset", gpus.errors, element("gpu_recovery_action", "None", "Drain and Reset"), "FAIL",
+    Fault("driver asks for a reset", gpus.fields, element("gpu_recovery_action", "None", "Drain and Reset"), "FAIL",
           "GPU 1: the driver asks for a reset", "--gpu-reset -i 1"),
-    Fault("Xid errors", gpus.errors, xids, "warn", "Xid 79 (GPU has fallen off the bus) of 0000:02:00",
+    Fault("Xid errors", gpus.fields, xids, "warn", "Xid 79 (GPU has fallen off the bus) of 0000:02:00",
           "dcgmi diag -r 3"),
-    Fault("fabric manager not running", gpus.errors,
+    Fault("fabric manager not running", gpus.fields,
           changed("<state>Completed</state>", "<state>In Progress</state>", None), "FAIL",
           "all GPUs: not connected to the NVSwitches", "systemctl restart nvidia-fabricmanager"),
-    Fault("overheated", gpus.clocks, changed(SEEN.format("Not Active"), SEEN.format("Active")), "warn",
-          "GPU 1: too hot, at 34 C", "Check fans"),
-    Fault("power limit", gpus.clocks, changed(LIMIT.format("700.00"), LIMIT.format("400.00")), "warn",
+    Fault("overheated", gpus.fields, changed(SEEN.format("Not Active"), SEEN.format("Active")), "warn",
+          "GPU 1: too hot", "Check fans"),
+    Fault("power limit", gpus.fields, changed(LIMIT.format("700.00"), LIMIT.format("400.00")), "warn",
           "GPU 1: power limit 400 W of 700 W", "sudo nvidia-smi -i 1 -pl 700"),
-    Fault("narrow PCIe link", gpus.clocks, changed(WIDTH.format(16), WIDTH.format(4)), "warn",
+    Fault("narrow PCIe link", gpus.fields, changed(WIDTH.format(16), WIDTH.format(4)), "warn",
           "GPU 1: PCIe x4 instead of x16", "Check the slot"),
-    Fault("persistence mode off", gpus.modes, element("persistence_mode", "Enabled", "Disabled"), "warn",
+    Fault("persistence mode off", gpus.fields, element("persistence_mode", "Enabled", "Disabled"), "warn",
           "GPU 1: persistence mode is off", "sudo nvidia-smi -pm 1"),
-    Fault("MIG", gpus.modes,
+    Fault("MIG", gpus.fields,
           both(element("current_mig", "Disabled", "Enabled"), setting("cluster", actor_num_gpus_per_node=2)), "FAIL",
           "GPU 1: MIG is on", "sudo nvidia-smi -mig 0"),
-    Fault("exclusive compute mode", gpus.modes,
+    Fault("exclusive compute mode", gpus.fields,
           both(element("compute_mode", "Default", "Exclusive_Process"), setting("cluster", colocate=True)), "FAIL",
           "trainer and engine cannot share a GPU", "sudo nvidia-smi -c DEFAULT"),
     Fault("no peer-to-peer", gpus.links, blocked_peers, "warn",
@@ -254,8 +259,8 @@ FAULTS = [
     Fault("CUDA does not start", libraries.libraries,
           lambda case: case.torch(error="Error 802: system not yet initialized"), "FAIL",
           "CUDA does not start: Error 802", "systemctl restart nvidia-fabricmanager"),
-    Fault("GPU too new for torch", libraries.libraries, lambda case: case.torch(capability="12, 0"), "FAIL",
-          "has no kernels for compute capability 12.0", "Install a newer torch"),
+    Fault("GPU too new for torch", result_of({"check": "attention", "problem": NO_IMAGE}), nothing, "FAIL",
+          "no kernel image is available", "Install a torch that supports this GPU"),
     Fault("GPU that torch does not see", libraries.libraries, lambda case: case.torch(count=1), "FAIL",
           "torch 2.13.0 sees 1 of 2 GPUs", "dmesg"),
     Fault("kernel with wrong results", result_of({"check": "attention", "error": 0.4, "tolerance": 0.03}), nothing,
@@ -325,12 +330,12 @@ def test_a_fault_has_a_finding_and_a_remedy(fault: Fault, machine: GpuMachine, m
 
 
 def test_a_healthy_machine_has_no_finding(machine: GpuMachine, monkeypatch: pytest.MonkeyPatch):
-    scope = Case(machine, monkeypatch).scope()
+    case = Case(machine, monkeypatch)
     cheap = (
-        gpus.driver, gpus.visibility, gpus.memory, gpus.errors, gpus.clocks, gpus.modes, gpus.links,
+        gpus.driver, gpus.visibility, gpus.memory, gpus.fields, gpus.links,
         environment.network, environment.variables, host.memory, host.shared_memory,
     )  # fmt: skip
-    details = {result.what: (result.status, result.detail) for check in cheap for result in check(scope)}
+    details = {result.what: (result.status, result.detail) for check in cheap for result in check(case.scope())}
     assert {status for status, _ in details.values()} == {"ok"}
     assert details["driver"][1] == "580.95.05, for CUDA up to 13.0"
     assert details["GPUs"][1] == "2 x NVIDIA H100 80GB HBM3"
@@ -397,7 +402,6 @@ def test_versions_between_driver_and_torch(machine: GpuMachine, monkeypatch: pyt
     the version under another name."""
     case = Case(machine, monkeypatch)
     facts = {"version": "2.13.0", "cuda": "13.2", "error": "", "count": 2, "threads": 1, "nccl": "2.29.7"}
-    facts |= {"architectures": ["sm_90"], "capabilities": ["9.0"]}
     assert libraries._build(case.scope(), facts).status == "warn"
     machine.change("<cuda_version>13.0</cuda_version>", "<cuda_umd_version>13.4</cuda_umd_version>")
     result = libraries._build(case.scope(), facts)

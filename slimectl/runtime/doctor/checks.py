@@ -22,7 +22,7 @@ CHECKS: Mapping[str, Sequence[Check]] = {
     "Software": (host.python, host.packages),
     "Machine": (host.processors, host.memory, host.shared_memory, host.limits),
     "Network and environment": (environment.network, environment.variables),
-    "GPUs": (gpus.driver, gpus.visibility, gpus.memory, gpus.errors, gpus.clocks, gpus.modes, gpus.links),
+    "GPUs": (gpus.driver, gpus.visibility, gpus.memory, gpus.fields, gpus.links),
     "Tests": (libraries.libraries, libraries.engine, host.disk, machines),
 }
 """All checks by group, in the order in which they run."""

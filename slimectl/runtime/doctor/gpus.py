@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import combinations
+from typing import NamedTuple
 
 from slimectl.runtime.check_result import CheckResult, failure, info, passed, warning
-from slimectl.runtime.doctor.scope import Gpu, NvidiaSmiError, Scope, nvidia_smi
+from slimectl.runtime.doctor.scope import NvidiaSmiError, Scope, nvidia_smi
 from slimectl.system.stdio import quantity
 
 NVIDIA_VENDOR = "0x10de"
@@ -25,7 +28,6 @@ DRIVER_REMEDIES = {
 """Remedies by what nvidia-smi prints."""
 FREE_SHARE, USED_SHARE = 0.5, 0.1
 """Less free memory than the first fails. More used memory than the second is a warning."""
-RESET = "Stop all work on it, then `sudo nvidia-smi --gpu-reset -i {gpus}`, or reboot"
 HARDWARE_XIDS = {
     "48": "uncorrectable memory error", "62": "internal micro-controller halt", "64": "row remapping failed",
     "74": "NVLink error", "79": "GPU has fallen off the bus", "92": "many correctable memory errors",
@@ -34,11 +36,85 @@ HARDWARE_XIDS = {
 }  # fmt: skip
 """Xid errors of the hardware or driver (docs.nvidia.com/deploy/xid-errors). Programs cause most of the others."""
 XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)")
-SLOWDOWNS = {
-    "hw_thermal_slowdown": "too hot",
-    "sw_thermal_slowdown": "too hot",
-    "hw_power_brake_slowdown": "slowed down by the power supply",
+FINE = {
+    "GPU errors": "none",
+    "GPU clocks": "no heat or power slowdown, full PCIe width",
+    "GPU modes": "persistence on, MIG off, shared compute mode",
 }
+"""Names of checks of the report's fields, with the result if there is no finding."""
+
+
+class Rule(NamedTuple):
+    """A finding for all GPUs in which one of the fields has a bad value, a regular expression."""
+
+    what: str
+    fields: str
+    bad: str
+    text: str
+    remedy: str
+    fails: Callable[[Scope], bool] = lambda _: True
+
+
+RESET = "Stop all work on it, then `sudo nvidia-smi --gpu-reset -i {gpus}`, or reboot"
+HEAT = "Check fans, air flow and power cables. Until then the slowest GPU sets the pace of every step"
+RULES = (
+    Rule(
+        "GPU errors",
+        "ecc_errors/volatile/sram_uncorrectable ecc_errors/volatile/sram_uncorrectable_parity "
+        "ecc_errors/volatile/sram_uncorrectable_secded ecc_errors/volatile/dram_uncorrectable",
+        r"[1-9]\d*", "uncorrectable memory errors since the driver was loaded", RESET,
+    ),
+    Rule(
+        "GPU errors",
+        "retired_pages/pending_retirement remapped_rows/remapped_row_pending ecc_errors/channel_repair_pending "
+        "ecc_errors/tpc_repair_pending",
+        "Yes", "a memory repair is pending", RESET,
+    ),
+    Rule(
+        "GPU errors", "remapped_rows/remapped_row_failure ecc_errors/unrepairable_memory", "Yes",
+        "memory can no longer be repaired", "Replace GPU {gpus}",
+    ),
+    Rule(
+        "GPU errors", "gpu_recovery_action gpu_reset_status/reset_required", "Reset|Reboot|Drain.*|Yes",
+        "the driver asks for a reset", RESET,
+    ),
+    Rule(
+        "GPU errors", "fabric/state", "Not Started|In Progress",
+        "not connected to the NVSwitches yet, so CUDA does not start",
+        "Start nvidia-fabricmanager in the driver's version: `sudo systemctl restart nvidia-fabricmanager`",
+    ),
+    Rule(
+        "GPU clocks",
+        "clocks_event_reasons/clocks_event_reason_hw_thermal_slowdown "
+        "clocks_event_reasons/clocks_event_reason_sw_thermal_slowdown "
+        "clocks_throttle_reasons/clocks_throttle_reason_hw_thermal_slowdown "  # drivers before 535
+        "clocks_throttle_reasons/clocks_throttle_reason_sw_thermal_slowdown",
+        "Active", "too hot", HEAT, lambda _: False,
+    ),
+    Rule(
+        "GPU clocks",
+        "clocks_event_reasons/clocks_event_reason_hw_power_brake_slowdown "
+        "clocks_throttle_reasons/clocks_throttle_reason_hw_power_brake_slowdown",
+        "Active", "slowed down by the power supply", HEAT, lambda _: False,
+    ),
+    Rule(
+        "GPU modes", "persistence_mode", "Disabled", "persistence mode is off, so every start takes seconds longer",
+        "Turn it on with `sudo nvidia-smi -pm 1`, outside the container", lambda _: False,
+    ),
+    Rule(
+        "GPU modes", "mig_mode/current_mig", "Enabled", "MIG is on, and NCCL cannot connect MIG slices",
+        "Turn it off with `sudo nvidia-smi -mig 0`, or use settings for one GPU", lambda scope: scope.needed_gpus > 1,
+    ),
+    Rule(
+        "GPU modes", "compute_mode", "Prohibited", "compute mode Prohibited",
+        "Change it with `sudo nvidia-smi -c DEFAULT`",
+    ),
+    Rule(
+        "GPU modes", "compute_mode", "Exclusive_Process",
+        "compute mode Exclusive_Process, so trainer and engine cannot share a GPU",
+        "Change it with `sudo nvidia-smi -c DEFAULT`", lambda scope: scope.settings.cluster.colocate,
+    ),
+)  # fmt: skip
 
 
 def driver(scope: Scope) -> Iterator[CheckResult]:
@@ -101,154 +177,73 @@ def visibility(scope: Scope) -> Iterator[CheckResult]:
 
 def memory(scope: Scope) -> Iterator[CheckResult]:
     """Check that no other process holds the memory of the GPUs."""
-    busy = False
+    lowest = math.inf
     for gpu in scope.visible:
-        total, free = gpu.number("fb_memory_usage/total"), gpu.number("fb_memory_usage/free")
-        used = gpu.number("fb_memory_usage/used")
-        if total is None or free is None or used is None or used <= USED_SHARE * total:
+        total, used, free = (gpu.number(f"fb_memory_usage/{name}") for name in ("total", "used", "free"))
+        if total is None or used is None or free is None:
+            continue  # memory that GPU and CPU share
+        if used <= USED_SHARE * total:
+            lowest = min(lowest, free / 1024)
             continue
-        busy = True
-        holders = [
-            f"{process.findtext('process_name', '')} (pid {process.findtext('pid')}, {process.findtext('used_memory')})"
+        names = [
+            f"{process.findtext('process_name')} (pid {process.findtext('pid')}, {process.findtext('used_memory')})"
             for process in gpu.report.iter("process_info")
         ]
         text = f"GPU {gpu.index}: {free / 1024:.1f} of {total / 1024:.1f} GiB free, held by "
-        text += ", ".join(holders) or "no listed process"
         remedy = "Stop these processes, or choose other GPUs with CUDA_VISIBLE_DEVICES"
-        if not holders:
+        if not names:
             remedy = "Find the process with `sudo fuser -v /dev/nvidia*`, or look in other containers"
+        text += ", ".join(names) or "no listed process"
         yield (failure if free < FREE_SHARE * total else warning)("GPU memory", text, remedy)
-    if scope.visible and not busy:
-        lowest = min((gpu.number("fb_memory_usage/free") or 0) / 1024 for gpu in scope.visible)
-        yield passed("GPU memory", f"{lowest:.1f} GiB free on each")
+    if lowest < math.inf:
+        yield passed("GPU memory", f"{lowest:.1f} GiB free or more on the GPUs that are not in use")
 
 
-def errors(scope: Scope) -> Iterator[CheckResult]:
-    """Check memory errors, pending repairs, the fabric of NVSwitches, and Xid errors of the kernel's log."""
-    findings = [
-        *_those(scope, _uncorrectable, "uncorrectable memory errors since the driver was loaded", RESET),
-        *_those(scope, _repair_pending, "a memory repair is pending", RESET),
-        *_those(scope, _irreparable, "memory can no longer be repaired", "Replace GPU {gpus}"),
-        *_those(scope, _needs_recovery, "the driver asks for a reset", RESET),
-        *_those(
-            scope,
-            lambda gpu: gpu.text("fabric/state") in ("Not Started", "In Progress"),
-            "not connected to the NVSwitches yet, so CUDA does not start",
-            "Start nvidia-fabricmanager in the driver's version: `sudo systemctl restart nvidia-fabricmanager`",
-        ),
-        *_kernel_log(scope),
-    ]
-    yield from findings
-    if scope.visible and not findings:
-        yield passed("GPU errors", "none")
-
-
-def _those(scope: Scope, is_bad: Callable[[Gpu], bool], text: str, remedy: str) -> Iterator[CheckResult]:
-    """Yield a failure that lists the GPUs for which `is_bad` holds, if there are any."""
-    if bad := [gpu for gpu in scope.visible if is_bad(gpu)]:
-        yield failure(
-            "GPU errors", f"{_names(bad, scope)}: {text}", remedy.format(gpus=",".join(str(g.index) for g in bad))
-        )
-
-
-def _uncorrectable(gpu: Gpu) -> bool:
-    counters = (counter for counter in gpu.report.findall("ecc_errors/volatile/*") if "uncorrectable" in counter.tag)
-    return any((counter.text or "").strip().strip("0").isdigit() for counter in counters)
-
-
-def _repair_pending(gpu: Gpu) -> bool:
-    fields = (
-        "retired_pages/pending_retirement", "remapped_rows/remapped_row_pending", "ecc_errors/channel_repair_pending",
-        "ecc_errors/tpc_repair_pending",
-    )  # fmt: skip
-    return any(gpu.text(field) == "Yes" for field in fields)
-
-
-def _irreparable(gpu: Gpu) -> bool:
-    return "Yes" in (gpu.text("remapped_rows/remapped_row_failure"), gpu.text("ecc_errors/unrepairable_memory"))
-
-
-def _needs_recovery(gpu: Gpu) -> bool:
-    action = gpu.text("gpu_recovery_action") or gpu.text("gpu_reset_status/reset_required")
-    return action in ("Reset", "Reboot", "Drain P2P", "Drain and Reset", "Yes")
+def fields(scope: Scope) -> Iterator[CheckResult]:
+    """Check the report's fields for errors, slowdowns and modes, and the kernel's log for Xid errors."""
+    findings = []
+    for rule in RULES:
+        bad = [gpu for gpu in scope.visible if any(re.fullmatch(rule.bad, gpu.text(f)) for f in rule.fields.split())]
+        if bad:
+            names = f"GPU{'s' if len(bad) > 1 else ''} {', '.join(str(gpu.index) for gpu in bad)}"
+            text = f"{'all GPUs' if len(bad) == len(scope.visible) > 1 else names}: {rule.text}"
+            remedy = rule.remedy.format(gpus=",".join(str(gpu.index) for gpu in bad))
+            findings.append((failure if rule.fails(scope) else warning)(rule.what, text, remedy))
+    findings += [*_kernel_log(scope), *_limits(scope)]
+    for what, text in FINE.items() if scope.visible else ():
+        ours = [finding for finding in findings if finding.what == what]
+        yield from ours or [passed(what, text)]
 
 
 def _kernel_log(scope: Scope) -> Iterator[CheckResult]:
     """Yield the Xid errors of the hardware since the machine started. Only root may read the log on most systems."""
-    counts: dict[tuple[str, str], int] = {}
-    for device, code in XID.findall(_messages(scope)):
-        if code in HARDWARE_XIDS:
-            counts[device, code] = counts.get((device, code), 0) + 1
-    for (device, code), count in counts.items():
-        text = f"Xid {code} ({HARDWARE_XIDS[code]}) of {device} in the kernel's log, {quantity(count, 'time')}"
-        remedy = (
-            f"Reset the GPU or reboot. If Xid {code} returns, run `dcgmi diag -r 3`, and replace the GPU if it fails"
-        )
-        yield warning("GPU errors", text, remedy)
-
-
-def _messages(scope: Scope) -> str:
-    """Return the kernel's log. A read of /dev/kmsg returns one message, and by default waits after the last."""
     lines = []
     with suppress(OSError):  # no permission, or BlockingIOError after the last message
         descriptor = os.open(scope.root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
         try:
-            while line := os.read(descriptor, 8192):
+            while line := os.read(descriptor, 8192):  # one message
                 lines.append(line.decode(errors="replace"))
         finally:
             os.close(descriptor)
-    return "".join(lines)
+    for (device, code), count in Counter(XID.findall("".join(lines))).items():
+        if code in HARDWARE_XIDS:
+            text = f"Xid {code} ({HARDWARE_XIDS[code]}) of {device} in the kernel's log, {quantity(count, 'time')}"
+            remedy = f"Reset the GPU or reboot. If Xid {code} returns, test the GPU with `dcgmi diag -r 3`"
+            yield warning("GPU errors", text, remedy)
 
 
-def clocks(scope: Scope) -> Iterator[CheckResult]:
-    """Check what slows GPUs down: heat, power limits, narrow PCIe links."""
-    findings = []
+def _limits(scope: Scope) -> Iterator[CheckResult]:
+    """Yield power limits below the default, and PCIe links with fewer lanes than possible."""
     for gpu in scope.visible:
-        name = f"GPU {gpu.index}"
-        active = [element.tag for element in gpu.report.iter() if (element.text or "").strip() == "Active"]
-        reasons = {reason for key, reason in SLOWDOWNS.items() if any(tag.endswith(key) for tag in active)}
-        for reason in sorted(reasons):
-            degrees = gpu.text("temperature/gpu_temp")
-            remedy = "Check fans, air flow and power cables. Until then the slowest GPU sets the pace of every step"
-            findings.append(warning("GPU clocks", f"{name}: {reason}, at {degrees}", remedy))
-        for section in ("gpu_power_readings", "power_readings"):  # drivers before 535 use the second name
-            limit, default = (gpu.number(f"{section}/{key}_power_limit") for key in ("current", "default"))
-            limit = limit or gpu.number(f"{section}/power_limit")
-            if limit and default and limit < default:
-                remedy = f"Raise it with `sudo nvidia-smi -i {gpu.index} -pl {default:.0f}`"
-                findings.append(warning("GPU clocks", f"{name}: power limit {limit:.0f} W of {default:.0f} W", remedy))
-        widths = "pci/pci_gpu_link_info/link_widths"
-        width, widest = (gpu.number(f"{widths}/{key}_link_width") for key in ("current", "max"))
-        if width and widest and width < widest:
-            text = f"{name}: PCIe x{width:.0f} instead of x{widest:.0f}"
-            findings.append(warning("GPU clocks", text, "Check the slot, the riser and the BIOS. Copies take longer"))
-    yield from findings
-    if scope.visible and not findings:
-        yield passed("GPU clocks", "no heat or power slowdown, full PCIe width")
-
-
-def modes(scope: Scope) -> Iterator[CheckResult]:
-    """Check persistence, MIG and compute modes."""
-    visible = scope.visible
-    lazy = [gpu for gpu in visible if gpu.text("persistence_mode") == "Disabled"]
-    if lazy:
-        text = f"{_names(lazy, scope)}: persistence mode is off, so every start takes seconds longer"
-        yield warning("GPU modes", text, "Turn it on with `sudo nvidia-smi -pm 1`, outside the container")
-    sliced = [gpu for gpu in visible if gpu.text("mig_mode/current_mig") == "Enabled"]
-    if sliced:
-        text = f"{_names(sliced, scope)}: MIG is on, and NCCL cannot connect MIG slices"
-        remedy = "Turn it off with `sudo nvidia-smi -mig 0`, or use settings for one GPU"
-        yield (failure if scope.needed_gpus > 1 else warning)("GPU modes", text, remedy)
-    closed = [gpu for gpu in visible if gpu.text("compute_mode") == "Prohibited"]
-    exclusive = [gpu for gpu in visible if gpu.text("compute_mode") == "Exclusive_Process"]
-    remedy = "Turn it off with `sudo nvidia-smi -c DEFAULT`"
-    if closed:
-        yield failure("GPU modes", f"{_names(closed, scope)}: compute mode Prohibited", remedy)
-    if exclusive:
-        text = f"{_names(exclusive, scope)}: compute mode Exclusive_Process, so trainer and engine cannot share a GPU"
-        yield (failure if scope.settings.cluster.colocate else warning)("GPU modes", text, remedy)
-    if visible and not (lazy or sliced or closed or exclusive):
-        yield passed("GPU modes", "persistence on, MIG off, shared compute mode")
+        limit, default = (gpu.number(f"gpu_power_readings/{name}_power_limit") for name in ("current", "default"))
+        if limit and default and limit < default:
+            remedy = f"Raise it with `sudo nvidia-smi -i {gpu.index} -pl {default:.0f}`"
+            yield warning("GPU clocks", f"GPU {gpu.index}: power limit {limit:.0f} W of {default:.0f} W", remedy)
+        folder = "pci/pci_gpu_link_info/link_widths"
+        lanes, widest = (gpu.number(f"{folder}/{name}_link_width") for name in ("current", "max"))
+        if lanes and widest and lanes < widest:
+            text = f"GPU {gpu.index}: PCIe x{lanes:.0f} instead of x{widest:.0f}"
+            yield warning("GPU clocks", text, "Check the slot, the riser and the BIOS. Copies take longer")
 
 
 def links(scope: Scope) -> Iterator[CheckResult]:
@@ -288,9 +283,3 @@ def _matrix(text: str) -> dict[tuple[int, int], str]:
     body = [row for row in rows if row is not header]
     names = [row[0] for row in body]
     return {(int(row[0][3:]), int(name[3:])): cell for row in body for name, cell in zip(names, row[1:], strict=False)}
-
-
-def _names(gpus: Sequence[Gpu], scope: Scope) -> str:
-    if len(gpus) == len(scope.visible) > 1:
-        return "all GPUs"
-    return f"GPU{'s' if len(gpus) > 1 else ''} {', '.join(str(gpu.index) for gpu in gpus)}"

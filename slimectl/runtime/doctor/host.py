@@ -40,7 +40,6 @@ LOWEST_FREE = GIB
 DISK_SAMPLE = 32 * 2**20
 SLOWEST_DISK = 100e6
 """Bytes per second below which writing checkpoints is a warning. Eight billion parameters then take 16 minutes."""
-NETWORK_DISKS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse", "9p")
 
 
 def python(_scope: Scope) -> Iterator[CheckResult]:
@@ -224,8 +223,7 @@ def disk(scope: Scope) -> Iterator[CheckResult]:
         remedy = "Set run.dir to a folder that you may write to"
         yield failure("disk", f"cannot write in {folder}: {error.strerror}", remedy)
         return
-    kind = _file_system(scope, folder)
-    text = f"{free / GIB:.1f} GiB free in {folder}, writes {write / 1e6:.0f} MB/s, reads {read / 1e6:.0f} MB/s{kind}"
+    text = f"{free / GIB:.1f} GiB free in {folder}, writes {write / 1e6:.0f} MB/s, reads {read / 1e6:.0f} MB/s"
     yield judge_disk(text, write)
 
 
@@ -255,11 +253,3 @@ def judge_disk(text: str, write: float) -> CheckResult:
     minutes = 12 * 8e9 / write / 60  # float32 weights and both moments of Adam
     remedy = f"Set run.dir to a faster disk, or save less often. A checkpoint of 8B parameters takes {minutes:.0f} min"
     return warning("disk", text, remedy)
-
-
-def _file_system(scope: Scope, folder: Path) -> str:
-    """Return the type of a network file system in words, else ""."""
-    mounts = [line.split()[1:3] for line in scope.read("proc/self/mounts").splitlines() if len(line.split()) > 2]
-    above = [(len(point), kind) for point, kind in mounts if folder.is_relative_to(point)]
-    kind = max(above, default=(0, ""))[1]
-    return f" ({kind})" if kind.split(".")[0] in NETWORK_DISKS else ""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
@@ -17,7 +15,7 @@ from slimectl.runtime import builders
 from slimectl.runtime.check_result import CheckResult, failure, info, passed, warning
 from slimectl.runtime.doctor.gpus import cuda_of
 from slimectl.runtime.doctor.probe import SLOWEST_SHARE
-from slimectl.runtime.doctor.scope import Scope
+from slimectl.runtime.doctor.scope import Scope, run_within
 from slimectl.system.stdio import quantity
 
 PROBE_S = 180.0
@@ -42,20 +40,12 @@ class Probe:
 
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "slimectl.runtime.doctor.probe", *arguments]
-        child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
-        )
-        self.ended = ""
-        try:
-            stdout, stderr = child.communicate(timeout=PROBE_S)
-        except subprocess.TimeoutExpired:
-            self.ended = f"no result within {PROBE_S:.0f} s"
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            stdout, stderr = child.communicate()
-        if child.returncode and not self.ended:
-            number, last = -child.returncode, (stderr.strip().splitlines() or ["no message"])[-1]
-            self.ended = f"killed by {signal.Signals(number).name}" if number > 0 else last
+        stdout, stderr, code = run_within(command, PROBE_S)
+        self.ended = "" if code == 0 else (stderr.strip().splitlines() or ["no message"])[-1]
+        if code is None:
+            self.ended = f"stopped after {PROBE_S:.0f} s"
+        elif code < 0:
+            self.ended = f"killed by {signal.Signals(-code).name}"
         self.lines: list[dict[str, Any]] = []
         for line in stdout.splitlines():
             with suppress(json.JSONDecodeError):  # libraries print, too
@@ -111,35 +101,19 @@ def _build(scope: Scope, torch: Mapping[str, Any]) -> CheckResult:
         return failure(
             "torch", f"{name} sees {torch['count']} of {expected} GPUs", "Look at `sudo dmesg | grep -i xid`"
         )
-    missing = [number for number in torch["capabilities"] if not _supports(torch["architectures"], number)]
-    if missing:
-        text = f"{name} has no kernels for compute capability {', '.join(missing)}"
-        return failure("torch", text, "Install a newer torch for newer GPUs, or an older torch for older ones")
     if supported and version > supported:
         remedy = "Kernels that are compiled at run time may fail. Install a newer driver"
         return warning("torch", f"{name} is for CUDA {built}, the driver for {limit}", remedy)
     return passed("torch", f"{torch['version']} for CUDA {built}, NCCL {torch['nccl']}")
 
 
-def _supports(architectures: Sequence[str], capability: str) -> bool:
-    """Return whether a build runs on a GPU: same major version with a minor that is not newer, or portable code.
-
-    >>> _supports(["sm_80", "sm_90a"], "8.6"), _supports(["sm_80", "sm_90"], "12.0"), _supports(["compute_90"], "12.0")
-    (True, False, True)
-    """
-    major, minor = map(int, capability.split("."))
-    for architecture in architectures:
-        kind, _, digits = architecture.rstrip("af").partition("_")
-        built = int(digits[:-1]), int(digits[-1])
-        if built <= (major, minor) and (kind == "compute" or built[0] == major):
-            return True
-    return False
-
-
 def _kernel(line: Mapping[str, Any]) -> CheckResult:
     name = str(line["check"])
     if "problem" in line:
-        return failure(name, str(line["problem"]), f"Install it in the version of {VERSIONS}, or remove it")
+        remedy = f"Install it in the version of {VERSIONS}, or remove it"
+        if "no kernel image" in line["problem"]:
+            remedy = "Install a torch that supports this GPU: a newer one for newer GPUs"
+        return failure(name, str(line["problem"]), remedy)
     if "tflops" in line:
         slowest, fastest = min(line["tflops"]), max(line["tflops"])
         text = f"{slowest:.0f} to {fastest:.0f} TFLOP/s in bfloat16"

@@ -48,12 +48,9 @@ def describe() -> str:
         except (RuntimeError, AssertionError) as failed:
             error = str(failed).splitlines()[0]
     count = 0 if error or torch.version.cuda is None else torch.cuda.device_count()
-    cards = [torch.cuda.get_device_properties(index) for index in range(count)]
     report(
         version=torch.__version__, cuda=torch.version.cuda, threads=torch.get_num_threads(), count=count, error=error,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if count else "",
-        architectures=torch.cuda.get_arch_list() if count else [],
-        capabilities=sorted({f"{card.major}.{card.minor}" for card in cards}),
     )  # fmt: skip
     return "cuda" if count else "cpu"
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,17 +33,31 @@ def nvidia_smi(*arguments: str) -> str:
     """Return what nvidia-smi prints. Raises NvidiaSmiError, and FileNotFoundError without the tool."""
     if (tool := shutil.which("nvidia-smi")) is None:
         raise FileNotFoundError("nvidia-smi")
+    stdout, stderr, code = run_within([tool, *arguments], NVIDIA_SMI_S)
+    if code is None:
+        raise NvidiaSmiError(f"nvidia-smi does not answer within {NVIDIA_SMI_S:.0f} s")
+    if code or not stdout.strip():
+        raise NvidiaSmiError(" ".join((stdout + stderr).split()) or f"nvidia-smi ends with exit code {code}")
+    return stdout
+
+
+def run_within(command: Sequence[str], limit_s: float) -> tuple[str, str, int | None]:
+    """Return stdout, stderr and exit code of a command. After `limit_s` it is killed, and the code is None.
+
+    A process that hangs in a driver does not end, even if it is killed. It is then left behind.
+    """
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    )
     try:
-        done = subprocess.run(
-            [tool, *arguments], capture_output=True, text=True, errors="replace", timeout=NVIDIA_SMI_S, check=False
-        )
+        stdout, stderr = child.communicate(timeout=limit_s)
+        return stdout, stderr, child.returncode
     except subprocess.TimeoutExpired:
-        raise NvidiaSmiError(f"nvidia-smi does not answer within {NVIDIA_SMI_S:.0f} s") from None
-    except OSError as error:
-        raise NvidiaSmiError(f"{tool} cannot run: {error.strerror}") from None
-    if done.returncode or not done.stdout.strip():
-        raise NvidiaSmiError(" ".join((done.stdout + done.stderr).split()) or f"exit code {done.returncode}")
-    return done.stdout
+        os.killpg(child.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            stdout, stderr = child.communicate(timeout=1)
+            return stdout, stderr, None
+    return "", "", None
 
 
 @dataclass(frozen=True)
@@ -106,15 +123,17 @@ class Scope:
         for name in self.visible_names:
             if (gpu := self.gpu_of(name)) is None:
                 break
-            selected.append(gpu)
+            selected += [gpu] if gpu not in selected else []
         return selected
 
     def gpu_of(self, name: str) -> Gpu | None:
         """Return the GPU that an entry of CUDA_VISIBLE_DEVICES names: a number, a UUID, or the beginning of one."""
         if name.isdecimal():
             return self.gpus[int(name)] if int(name) < len(self.gpus) else None
-        uuids = [(gpu, element.text or "") for gpu in self.gpus for element in gpu.report.iter("uuid")]  # MIG's, too
-        return next((gpu for gpu, uuid in uuids if uuid.startswith(name)), None) if name.startswith(UUIDS) else None
+        if name.startswith("MIG-"):  # the report has no UUIDs of slices
+            return next((gpu for gpu in self.gpus if gpu.text("mig_mode/current_mig") == "Enabled"), None)
+        matches = [gpu for gpu in self.gpus if name.startswith("GPU-") and gpu.text("uuid").startswith(name)]
+        return matches[0] if len(matches) == 1 else None
 
     @cached_property
     def placement(self) -> Placement:
@@ -142,7 +161,3 @@ class Scope:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
             return ""
-
-
-UUIDS = ("GPU-", "MIG-")
-"""Prefixes of UUIDs."""
