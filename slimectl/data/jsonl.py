@@ -30,7 +30,7 @@ def parse_line(line: bytes, *, location: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise RecordError(f"{location}: not UTF-8 at byte {error.start + 1}. Save the file as UTF-8.") from None
     except json.JSONDecodeError as error:
-        raise RecordError(f"{location}: not JSON: {error.msg} at column {error.colno}") from None
+        raise RecordError(f"{location}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{location}: not JSON that can be read: {error}") from None
     if type(obj) is not dict:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from slimectl.errors import RecordError
 from slimectl.settings.rollout import RolloutSettings
-from slimectl.system.stdio import logger
+from slimectl.system.stdio import logger, quantity
 from slimectl.types import Prompt, Sample
 
 Item = TypeVar("Item")
@@ -91,10 +91,11 @@ def name_dropped(prompt: Prompt, reason: str) -> None:
 
 def all_too_long(count: int, reason: str) -> RecordError:
     """Return the error for prompts that were all skipped."""
+    read = quantity(count, "prompt")
     if reason.startswith("token "):
-        return RecordError(f"all {count} prompts read were skipped, the last one because {reason}. Use the tokenizer "
+        return RecordError(f"{read} read, all skipped, the last one because {reason}. Use the tokenizer "
                            f"of this model, or write the prompts without such tokens.")  # fmt: skip
     return RecordError(
-        f"all {count} prompts read are too long (the last one: {reason}). Raise rollout.max_prompt_len or "
+        f"{read} read, all too long (the last one: {reason}). Raise rollout.max_prompt_len or "
         f"rollout.max_context_len, or use shorter prompts"
     )

@@ -105,9 +105,9 @@ def missing_signal(batch: TrainingBatch, settings: Settings, hooks: Hooks) -> st
 
 def _equal_rewards(batch: TrainingBatch, settings: Settings) -> str:
     """Return what equal rewards mean: truncated responses, prompts that are too easy, or neither."""
-    same, limit = f"every reward was {batch.rewards[0]:g}", settings.rollout.max_response_len
+    same = f"every reward was {batch.rewards[0]:g}"
     if batch.rewards[0] >= settings.eval.success_threshold:
         return f"{same}: {TOO_EASY}"
     if all(sample.status is Status.TRUNCATED for sample in batch.samples):
-        return f"{same}, and 100 % {TOO_LONG} = {limit}"
+        return f"{same}, and 100 % {TOO_LONG}"
     return same

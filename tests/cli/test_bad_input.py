@@ -176,7 +176,7 @@ def test_a_prompt_longer_than_the_context_is_left_out_and_named(workshop: Worksh
     (workshop.folder / "long.jsonl").write_text(json.dumps(long) + "\n")
     workshop.slimectl("rollout", "-c", "slimectl.toml", "--data", "long.jsonl", code=3)
     assert workshop.stderr.splitlines()[-1].startswith(
-        f"slimectl: all 1 prompts read are too long (the last one: {reason}). Raise rollout.max_prompt_len or"
+        f"slimectl: 1 prompt read, all too long (the last one: {reason}). Raise rollout.max_prompt_len or"
     )
 
 

@@ -40,6 +40,7 @@ def test_what_is_written_is_read(tmp_path: Path, suffix: str):
         (b'{"reward": NaN}', "NaN is not a JSON number"),
         (b'{"metadata": {"x": -Infinity}}', "-Infinity is not a JSON number"),
         (b'{"index": 1', "not JSON: Expecting ',' delimiter at column 12"),
+        (b'{"prompt": "abc', "not JSON: Unterminated string starting at column 12"),
         (b"[1, 2]", "expected one JSON object per line, got list"),
         (b'{"response": "\xff"}', "not UTF-8 at byte 15"),
         (b"[" * 100_000, "not JSON that can be read"),

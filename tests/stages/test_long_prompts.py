@@ -75,7 +75,7 @@ def test_lines_are_named_once_and_only_a_few_of_them(caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize("epochs", [1, 10**9])
 def test_prompts_of_which_none_can_be_answered_are_an_error_and_no_endless_loop(epochs: int):
-    with pytest.raises(RecordError, match=r"all (2|7) prompts read are too long \(the last one: 1\d tokens leave no"):
+    with pytest.raises(RecordError, match=r"(2|7) prompts read, all too long \(the last one: 1\d tokens leave no"):
         list(rounds(prompts(11, 12, epochs=epochs), Narrow()))
 
 
@@ -159,7 +159,7 @@ def test_demonstrations_and_preferences_that_are_longer_than_the_context_are_lef
     made = list(demonstrations(rows, Tokens(), chosen, context=CONTEXT, on_skipped=dropped.append))
     assert [(sample.index, len(sample.tokens)) for sample in made] == [(0, 10)]
     assert [prompt.source_location for prompt in dropped] == ["d.jsonl:2", "d.jsonl:3"]
-    with pytest.raises(RecordError, match="all 1 prompts read are too long"):
+    with pytest.raises(RecordError, match="1 prompt read, all too long"):
         list(demonstrations([row(0, "abc", "1234567")], Tokens(), RolloutSettings(), context=CONTEXT))
     pairs = [Preference(rows[0], rows[1], 0), Preference(row(1, "abc", "12"), row(1, "abc", "1"), 0)]
     assert [sample.index for sample in preferred(pairs, Tokens(), RolloutSettings(), context=CONTEXT)] == [2, 3]

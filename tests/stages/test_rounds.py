@@ -271,7 +271,7 @@ def test_prompts_that_are_all_too_long_end_the_run():
     endless = (Prompt("abcdef\x01", index=i) for i in iter(range(10**9)))
     with pytest.raises(
         RecordError,
-        match=r"all 10000 prompts read are too long \(the last one: 7 tokens, and rollout\.max_prompt_len is 5",
+        match=r"10000 prompts read, all too long \(the last one: 7 tokens, and rollout\.max_prompt_len is 5",
     ):
         next(rounds(endless, Slow(), rollout={"max_prompt_len": 5}))
 

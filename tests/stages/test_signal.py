@@ -48,7 +48,7 @@ def test_a_round_of_groups_teaches_if_the_rewards_of_some_group_differ(
     ("reward", "cut", "reason", "remedy"),
     [
         (1.0, 0, "every reward was 1: the prompts are too easy", "Train on harder prompts"),
-        (0.0, 4, "every reward was 0, and 100 % of the responses reached rollout.max_response_len = 256",
+        (0.0, 4, "every reward was 0, and 100 % of the responses reached rollout.max_response_len",
          "Raise rollout.max_response_len"),
         (0.0, 3, "every reward was 0", "look"),
         (1.0, 4, "every reward was 1: the prompts are too easy", "Train on harder prompts"),
@@ -154,7 +154,7 @@ def test_a_training_that_learns_nothing_says_so_and_stops_where_asked(workshop: 
     training = ("train", "equal.jsonl", *toml, "-s", "run.rollout_batch_size=2")
     out = workshop.slimectl(*training)
     assert [json.loads(line)["metrics"]["rollout/no_signal"] for line in out.splitlines()] == [1.0] * 4
-    reason = "every reward was 0, and 100 % of the responses reached rollout.max_response_len = "
+    reason = "every reward was 0, and 100 % of the responses reached rollout.max_response_len. "
     assert f"no learning signal in 4 of 4 rounds: {reason}" in workshop.stderr
     stop = ("-s", "run.on_no_signal=stop", "-s", "run.no_signal_rounds=3")
     assert len(workshop.slimectl(*training, *stop, code=1).splitlines()) == 3
