@@ -72,7 +72,8 @@ class EngineBackend:
 
     def examine(self, settings: Settings, *, has_gpu: bool) -> Installation | None:
         """Import its library in the Python that runs it. None if it has no own one. Raises the errors of `check`."""
-        self.check(settings)
+        if not self.in_process:
+            self.check(settings)
         return None
 
     def engine(self, settings: Settings, folder: Path, tokenizer: Any, *, load: bool) -> Any:

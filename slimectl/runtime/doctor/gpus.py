@@ -127,7 +127,10 @@ def driver(scope: Scope) -> Iterator[CheckResult]:
             scope.read(f"{device}/vendor") == NVIDIA_VENDOR and scope.read(f"{device}/class").startswith("0x03")
             for device in devices
         )
-        if count:
+        if count and (scope.root / "dev/nvidiactl").exists():
+            remedy = "Start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+            yield warning("driver", f"{count} GPUs, but no nvidia-smi, so they cannot be checked", remedy)
+        elif count:
             remedy = "Install the NVIDIA driver. In a container, start it with `--gpus all` and the utility capability"
             yield failure("driver", f"{count} NVIDIA GPUs on the PCI bus, but no nvidia-smi", remedy)
         else:

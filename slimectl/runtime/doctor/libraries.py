@@ -31,8 +31,14 @@ CUDA_REMEDIES = {
     "too old": "Install a newer driver, or a torch for an older CUDA",
     "unknown error": "Reload the driver with `sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm`, or reboot",
     "out of memory": "Stop the processes that hold the GPU's memory",
+    "no kernel image": "Install a torch that supports this GPU: a newer one for newer GPUs",
 }
-"""Remedies by what CUDA says when it does not start."""
+"""Remedies by what CUDA says."""
+ONLY_FOR = {
+    "grouped GEMM": "mixtures of experts on Megatron-core",
+    "linear attention": "models such as Qwen3.5",
+}
+"""Kernels that few models need."""
 
 
 class Probe:
@@ -75,7 +81,8 @@ def libraries(scope: Scope) -> Iterator[CheckResult]:
     if probe.ended:
         name = str((probe.find("begin") or torch)["begin"])
         yield failure(name, f"its process was {probe.ended}", f"Install it in the version of {VERSIONS}")
-    if ranks := torch["count"] or (scope.placement.ranks if scope.placement.ranks > 1 else 0):
+    ranks = torch["count"] or scope.placement.actor_gpus_per_node
+    if torch["count"] or ranks > 1:
         yield _all_reduce(ranks, str(torch["nccl"]))
 
 
@@ -94,8 +101,7 @@ def _build(scope: Scope, torch: Mapping[str, Any]) -> CheckResult:
         remedy = f"Install driver release {release} or newer, or a torch for CUDA {supported[0]}"
         return failure("torch", f"{name} is for CUDA {built}, but the driver supports {limit}", remedy)
     if torch["error"]:
-        default = "Fix the findings about GPUs first. If there are none, reboot"
-        remedy = next((text for part, text in CUDA_REMEDIES.items() if part in torch["error"].lower()), default)
+        remedy = _remedy(torch["error"], "Fix the findings about GPUs first. If there are none, reboot")
         return failure("torch", f"CUDA does not start: {torch['error']}", remedy)
     if torch["count"] < expected:
         return failure(
@@ -107,13 +113,18 @@ def _build(scope: Scope, torch: Mapping[str, Any]) -> CheckResult:
     return passed("torch", f"{torch['version']} for CUDA {built}, NCCL {torch['nccl']}")
 
 
+def _remedy(problem: str, default: str) -> str:
+    """Return the remedy for a message of CUDA."""
+    return next((remedy for part, remedy in CUDA_REMEDIES.items() if part in problem.lower()), default)
+
+
 def _kernel(line: Mapping[str, Any]) -> CheckResult:
     name = str(line["check"])
     if "problem" in line:
-        remedy = f"Install it in the version of {VERSIONS}, or remove it"
-        if "no kernel image" in line["problem"]:
-            remedy = "Install a torch that supports this GPU: a newer one for newer GPUs"
-        return failure(name, str(line["problem"]), remedy)
+        remedy = _remedy(line["problem"], f"Install it in the version of {VERSIONS}, or remove it")
+        if name in ONLY_FOR:
+            return warning(name, f"{line['problem']}. Only {ONLY_FOR[name]} need it", remedy)
+        return failure(name, line["problem"], remedy)
     if "tflops" in line:
         slowest, fastest = min(line["tflops"]), max(line["tflops"])
         text = f"{slowest:.0f} to {fastest:.0f} TFLOP/s in bfloat16"
