@@ -310,7 +310,8 @@ FAULTS = [
           "Free space, or set run.dir"),
     Fault("slow disk", lambda scope: iter([host.judge_disk("writes 20 MB/s", 20e6)]), nothing, "warn", "writes 20 MB/s",
           "A checkpoint of 8B parameters takes 80 min"),
-    Fault("host name of the loopback", loopback_name, setting("cluster", actor_num_nodes=2, actor_num_gpus_per_node=8, executor="ray"),
+    Fault("host name of the loopback", loopback_name,
+          setting("cluster", actor_num_nodes=2, actor_num_gpus_per_node=8, executor="ray"),
           "warn", "localhost resolves to 127.0.0.1, which other machines cannot reach", "/etc/hosts"),
     Fault("several machines", checks.machines,
           setting("cluster", actor_num_nodes=2, actor_num_gpus_per_node=8), "warn",
@@ -382,7 +383,8 @@ def doctor(*arguments: str, machine: GpuMachine | None = None, **variables: str)
     )
 
 
-def test_the_command_fails_with_remedies_and_warnings_do_not_fail(machine: GpuMachine):
+def test_the_command_fails_with_remedies_and_warnings_do_not_fail(machine: GpuMachine, monkeypatch: pytest.MonkeyPatch):
+    Case(machine, monkeypatch).torch(error="unknown error")
     machine.change("<persistence_mode>Enabled", "<persistence_mode>Disabled", gpu=0)
     (machine.folder / "slimectl.toml").write_text("[train]\nlearning_rate = 1\n")
     done = doctor("--json", machine=machine)
