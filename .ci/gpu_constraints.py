@@ -24,10 +24,11 @@ COMMON = (
     "wandb", "tensorboard", "swanlab", "mlflow", "prometheus",
 )  # fmt: skip
 EXTRAS = {"constraints-gpu.txt": ("sglang", *COMMON), "constraints-gpu-vllm.txt": ("vllm", *COMMON)}
-KERNELS = "transformer-engine[pytorch]\n"
-"""Compiled during its installation, so no extra asks for it. Its version must agree with the others anyway."""
+OTHERS = "transformer-engine[pytorch]\nray[default]\n"
+"""Packages that no extra asks for. pip compiles the first, and Dockerfile.gpu installs the second."""
 TESTED = (
-    "torch", "transformers", "sglang", "megatron-core", "ray", "reasoning-gym", "swanlab", "tensorboard", "wandb",
+    "torch", "transformers", "sglang", "megatron-core", "mpmath", "ray", "reasoning-gym", "swanlab", "tensorboard",
+    "wandb",
 )  # fmt: skip
 """Packages whose versions come from constraints.txt, with which the tests run."""
 NAMED = (
@@ -46,11 +47,11 @@ def pins(text: str) -> dict[str, str]:
 def resolve(extras: tuple[str, ...], fixed: dict[str, str], output: Path) -> str:
     """Write versions that all metadata allow to `output`. Return uv's explanation of a conflict, or ""."""
     with tempfile.TemporaryDirectory() as folder:
-        kernels, constraints = Path(folder, "kernels.in"), Path(folder, "constraints.txt")
-        kernels.write_text(KERNELS)
+        others, constraints = Path(folder, "others.in"), Path(folder, "constraints.txt")
+        others.write_text(OTHERS)
         constraints.write_text("".join(f"{name}=={version}\n" for name, version in fixed.items()))
         command = [
-            sys.executable, "-m", "uv", "pip", "compile", str(ROOT / "pyproject.toml"), str(kernels),
+            sys.executable, "-m", "uv", "pip", "compile", str(ROOT / "pyproject.toml"), str(others),
             "--quiet", "--no-config", "--no-annotate", "--no-header",
             "--python-version", PYTHON, "--python-platform", PLATFORM,
             "--constraint", str(constraints), "--output-file", str(output),
