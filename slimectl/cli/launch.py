@@ -88,7 +88,7 @@ def launch(
     if submit:
         check_fit(settings, force=options.force)
         file = out or _kept(job, on, text)
-        submit_file(on, file)
+        submit_file(on, file, secrets=settings.launch.env)
 
 
 def _check_elsewhere(files: list[Path]) -> None:
@@ -159,9 +159,10 @@ def _kept(job: Job, on: Target, text: str) -> Path:
     return file
 
 
-def submit_file(on: Target, file: Path) -> None:
+def submit_file(on: Target, file: Path, *, secrets: list[str]) -> None:
     """Submit a job file with the scheduler's own command. Its output is shown."""
-    command = [*COMMANDS[on], str(file)]
+    names = [part for name in secrets for part in ("--secret", name)] if on == "skypilot" else []
+    command = [*COMMANDS[on], *names, str(file)]
     stdio.note(f"submitting: {shlex.join(command)}")
     try:
         code = subprocess.run(command).returncode

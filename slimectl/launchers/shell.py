@@ -135,4 +135,4 @@ def _ray(job: Job) -> Iterator[str]:
 
 def wait_for_machines(count: int) -> str:
     """Return a shell line that waits until `count` machines have joined the Ray cluster at $head:$port."""
-    return f'python -c {shlex.quote(ALL_JOINED)} "$head:$port" {count} || exit 1'
+    return f'python3 -c {shlex.quote(ALL_JOINED)} "$head:$port" {count} || exit 1'

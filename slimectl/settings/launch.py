@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -76,6 +76,17 @@ class LaunchSettings(Section):
 
     folder: str = "/workspace"
     """Folder at which the claim is mounted. In Kubernetes slimectl starts there."""
+
+    env: Texts = []
+    """Environment variables with secrets that the job needs, e.g. ["HF_TOKEN", "WANDB_API_KEY"]. Their values are never
+    written. Kubernetes takes them from the Secret launch.env_from, SkyPilot from the environment of --submit."""
+
+    env_from: Word = "slimectl"
+    """Kubernetes Secret with a key for each variable of launch.env."""
+
+    pod: dict[str, Any] = {}
+    """Fields of every Kubernetes pod's spec, which replace those of the job, e.g. {serviceAccountName = "trainer",
+    hostNetwork = true}."""
 
     @field_validator("time_limit")
     @classmethod

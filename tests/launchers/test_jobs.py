@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -70,10 +72,62 @@ def test_a_kubernetes_job_is_a_ray_job_with_a_pod_per_machine():
     assert manifest["spec"]["entrypoint"].rstrip().endswith("--executor ray --ray-address auto\n'")
 
 
+def test_pods_get_secrets_tolerate_gpu_nodes_and_take_fields_of_the_user():
+    own = ("-s", 'launch.env=["HF_TOKEN"]', "-s", "launch.env_from=team", "-s", "launch.pod={hostNetwork=true}")
+    text = job(TWO, "--on", "kubernetes", "-s", "launch.image=i", "-s", "launch.claim=c", *own)
+    cluster = yaml.safe_load(text)["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        secret = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "team", "key": "HF_TOKEN"}}}
+        assert pod["containers"][0]["env"][0] == secret
+        assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists"}]
+        assert pod["securityContext"]["fsGroup"] == 1000  # the user of the images
+        assert pod["hostNetwork"] is True
+
+
+def test_a_run_in_kubernetes_saves_before_its_pod_ends(tmp_path: Path):
+    program = tmp_path / "slimectl"
+    program.write_text("#!/bin/bash\ntrap 'touch saved; exit 143' TERM\ntouch ready\nwhile :; do sleep 0.02; done\n")
+    program.chmod(0o755)
+    options = (
+        "-s",
+        "train.device=cpu",
+        "-s",
+        "launch.image=i",
+        "-s",
+        "launch.claim=c",
+        "-s",
+        f"launch.folder={tmp_path}",
+    )
+    text = job("quickstart", "--on", "kubernetes", *options).replace("/tmp/slimectl.pid", "slimectl.pid")
+    spec = yaml.safe_load(text)["spec"]
+    [container] = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with subprocess.Popen(spec["entrypoint"], shell=True, executable="/bin/bash", cwd=tmp_path, env=environment) as run:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        with subprocess.Popen(container["lifecycle"]["preStop"]["exec"]["command"], cwd=tmp_path):
+            assert run.wait() == 143
+    assert (tmp_path / "saved").exists()
+
+
+def test_skypilot_asks_the_environment_for_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sky = tmp_path / "sky"
+    sky.write_text('#!/bin/sh\necho "$@" > arguments\n')
+    sky.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    own = ("-s", "launch.image=i", "-s", 'launch.env=["HF_TOKEN"]', "-s", "train.device=cpu")
+    assert "HF_TOKEN: null" in job("quickstart", "--on", "skypilot", "--submit", *own)
+    assert "--secret HF_TOKEN runs/quickstart.skypilot.yaml" in (tmp_path / "arguments").read_text()
+
+
 def test_a_skypilot_task_keeps_its_runs_in_the_bucket():
-    task = yaml.safe_load(job(TWO, "--on", "skypilot", "-s", "launch.gpu_type=H100", "-s", "launch.claim=s3://mine"))
+    bucket = ("-s", "launch.gpu_type=H100", "-s", "launch.image=me/it", "-s", "launch.claim=s3://mine")
+    task = yaml.safe_load(job(TWO, "--on", "skypilot", *bucket))
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "H100:8")
-    assert task["file_mounts"] == {"/workspace": {"source": "s3://mine", "mode": "MOUNT"}}
+    mount = task["file_mounts"]["/workspace"]
+    assert (mount["source"], mount["mode"]) == ("s3://mine", "MOUNT_CACHED")  # files grow, which needs a cache
     assert "-s run.dir=/workspace/runs" in task["run"]
 
 
@@ -81,7 +135,14 @@ def test_a_skypilot_task_keeps_its_runs_in_the_bucket():
     ("words", "message"),
     [
         ((TWO, "--on", "kubernetes"), "launch.image: Kubernetes needs a container image with slimectl. Set it."),
-        ((TWO, "--on", "skypilot"), "launch.gpu_type: SkyPilot needs the kind of GPU. Set it, e.g. H100"),
+        (
+            (TWO, "--on", "skypilot"),
+            "launch.setup: machines of SkyPilot have no slimectl. Set launch.image, or install it",
+        ),
+        (
+            (TWO, "--on", "skypilot", "-s", "launch.image=i"),
+            "launch.gpu_type: SkyPilot needs the kind of GPU. Set it, e.g. H100",
+        ),
         (
             ("qwen3-8b-8xh100", "-s", "cluster.colocate=false"),
             'cluster.executor: the run needs 2 machines. Set cluster.executor = "ray".',
@@ -192,7 +253,7 @@ def test_the_job_of_a_run_that_exists_resumes_it_with_the_settings_given_now(
 
 def test_a_job_elsewhere_names_the_variables_that_it_does_not_get(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SLIMECTL_TRAIN_LR", "0.1")
-    _, _, err = launch("quickstart", "--on", "skypilot", "-s", "train.device=cpu")
+    _, _, err = launch("quickstart", "--on", "skypilot", "-s", "train.device=cpu", "-s", "launch.image=i")
     assert "SLIMECTL_TRAIN_LR" in err
     assert err.startswith("the job does not get SLIMECTL_")
     assert "SLIMECTL_TRAIN_LR" not in launch("quickstart", "--on", "slurm")[2]

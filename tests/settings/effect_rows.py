@@ -418,6 +418,9 @@ ROWS: dict[str, Row] = {
     "launch.namespace": see(launched, "another"),
     "launch.claim": see(launched, "another"),
     "launch.folder": see(launched, "/another"),
+    "launch.env": see(launched, ["HF_TOKEN"]),
+    "launch.env_from": see(launched, "another", launch__env=["HF_TOKEN"]),
+    "launch.pod": see(launched, {"hostNetwork": True}),
 }  # fmt: skip
 
 DATASET_ROWS: dict[str, Row] = {
