@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slimectl.cli.options import AsJson
+from slimectl.cli.terminal import has_colours, paint, safe_json, visible, width
+from slimectl.system.stdio import quantity
 
 if TYPE_CHECKING:
     from slimectl.diagnosis import Evidence, Finding
@@ -32,7 +34,6 @@ def diagnose(
 
         slimectl diagnose runs/quickstart
     """
-    from slimectl.cli.terminal import safe_json
     from slimectl.diagnosis import diagnose_run
     from slimectl.system.model_files import follow_links
 
@@ -52,7 +53,6 @@ def diagnose(
 def _head(folder: Path, findings: list[Finding]) -> str:
     from slimectl.cli.viewer.library import RunSource
     from slimectl.cli.viewer.run_table import summary
-    from slimectl.system.stdio import quantity
 
     progress = summary(RunSource("", folder))
     rounds = quantity(progress["rounds"], "round") if progress["rounds"] else "no round recorded yet"
@@ -65,8 +65,6 @@ def _head(folder: Path, findings: list[Finding]) -> str:
 def finding_lines(finding: Finding) -> Iterator[str]:
     """Yield the lines of a finding on the terminal, fitted to its width."""
     import textwrap
-
-    from slimectl.cli.terminal import has_colours, paint, visible, width
 
     columns = max(40, width())
     name = f"{finding.severity:<{MARGIN}}"

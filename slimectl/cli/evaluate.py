@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -62,8 +63,6 @@ def evaluate(
     if options.dry_run:
         print_preflight(resolution, "model", "engine", "datasets", "hooks", "trackers")
         return
-    import json
-
     evaluation = _measure(settings, out)
     metrics = evaluation.metrics
     if out != "-" and stdio.is_terminal():

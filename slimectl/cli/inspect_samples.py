@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -249,8 +250,6 @@ def image_lines(record: Mapping[str, Any], library: Library, file: SamplesFile) 
 
 def picture(source: ImageSource, *, folders: Sequence[Path], columns: int = 24) -> list[str]:
     """Return an image as lines of half blocks, two pixels per character. Raises RecordError, MissingExtraError."""
-    import io
-
     small = thumbnail(source, side=columns, folders=folders)
     from PIL import Image  # `thumbnail` raises MissingExtraError if it is missing
 

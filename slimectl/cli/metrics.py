@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slimectl.cli.options import AsJson
+from slimectl.errors import SettingsError
 
 if TYPE_CHECKING:
     from slimectl.data.metrics_catalogue import Metric
@@ -28,7 +29,6 @@ def metrics(
         slimectl metrics rollout/ --naming slime
     """
     from slimectl.data.metrics_catalogue import CATALOGUE
-    from slimectl.errors import SettingsError
 
     if naming not in (None, "slime", "roll"):
         raise SettingsError(f"--naming {naming}: give slime or roll")

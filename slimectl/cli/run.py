@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ import typer
 
 from slimectl.cli.options import CLUSTER, ENGINES, SETTINGS, CommonOptions, print_preflight, shown, with_options
 from slimectl.cli.resume import Resumed, resumable
-from slimectl.errors import SettingsError
+from slimectl.errors import SettingsError, StorageError
 from slimectl.plugins.garbage import frozen_objects
 from slimectl.system import stdio
 
@@ -114,7 +115,6 @@ def run_to_end(
     """
     from slimectl.cli.progress import ProgressBar, is_drawn
     from slimectl.cli.signals import RoundInterrupt
-    from slimectl.errors import StorageError
     from slimectl.runtime.grace import GracePeriod
     from slimectl.settings.secret import check_complete
 
@@ -206,8 +206,6 @@ def curve(points: Sequence[tuple[int, float]], *, title: str) -> str:
 
     A few points, or equal ones, are printed as a line of text.
     """
-    import shutil
-
     values = [f"{value:.3g}" for _, value in points]
     if len(points) <= FEW_POINTS:
         return f"{title}: {', '.join(values)}"

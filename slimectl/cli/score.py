@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slimectl.cli.options import CLUSTER, SETTINGS, CommonOptions, needs_destination, print_preflight, with_options
+from slimectl.errors import RecordError, SlimectlError
 from slimectl.system import stdio
 
 if TYPE_CHECKING:
@@ -105,15 +107,12 @@ def _grade_samples(
     skipped: SkippedLines,
 ) -> None:
     """Grade samples and write them to --out with a summary, or print one line per sample to the terminal."""
-    from collections import Counter
-
     from slimectl.cli.output import print_summary
     from slimectl.cli.progress import ProgressBar, line_count
     from slimectl.data.io import is_pipe
     from slimectl.data.resumable import can_be_resumable
     from slimectl.data.skip_counts import locate
     from slimectl.data.streams import tee
-    from slimectl.errors import RecordError
     from slimectl.rewards import ComponentValues
     from slimectl.runtime import builders
     from slimectl.runtime.stage_functions import score as stage
@@ -192,7 +191,6 @@ def _reward(sample: Sample, reward_key: str | None, digits: int) -> str:
 
 def _check(samples: Iterable[Sample], settings: Settings) -> None:
     """Check the reward, with one line per check on stdout. Raises SlimectlError if a check failed."""
-    from slimectl.errors import RecordError, SlimectlError
     from slimectl.runtime import builders
     from slimectl.stages.check_reward import check_reward
 

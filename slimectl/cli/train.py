@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -264,8 +265,6 @@ def _train_steps(
     `total` is the number of samples, if known. Returns the number of steps, and the count of rounds with and without
     signal.
     """
-    import json
-
     from slimectl.cli.progress import ProgressBar
     from slimectl.runtime import builders
 

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from slimectl.chats.model_tokens import end_tokens, unknown_token, unknown_tokens
+from slimectl.data.chat import render
 from slimectl.data.io import is_pipe
 from slimectl.errors import SettingsError, SlimectlError
 from slimectl.runtime import builders
@@ -73,7 +74,6 @@ def name_model_tokens(settings: Settings) -> None:
 
 
 def _render(settings: Settings, tokenizer: Any, prompts: list[Prompt], *, evaluation: bool) -> None:
-    from slimectl.data.chat import render
     from slimectl.stages.long_prompts import drop_long, prompt_excess
 
     folder = builders.model_folder(settings.model.path)

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
+from slimectl.algorithms.preferences import preference_pairs
 from slimectl.data.io import is_pipe, split_slice
 from slimectl.data.manifest import other_model
 from slimectl.data.prompts import ordered_rows
@@ -213,8 +214,6 @@ class RecordedRounds:
 
     def _trained(self, batch: Sequence[Sample]) -> int:
         """Return how many units of a batch are trained on: 0 or 1 for a rollout, or the pairs of a group."""
-        from slimectl.algorithms.preferences import preference_pairs
-
         algorithm, key = self.settings.algorithm, self.settings.score.reward_key
         answered = [sample for sample in batch if sample.status is not Status.FAILED]
         if not isinstance(algorithm, Pairwise):

@@ -25,6 +25,7 @@ from slimectl.sandbox.namespaces import kill_with_parent
 from slimectl.sandbox.privileges import confine
 from slimectl.sandbox.processes import clear_folder
 from slimectl.sandbox.program import start, write_all
+from slimectl.sandbox.seccomp import call_filter
 from slimectl.sandbox.supervisor import Clock, Supervisor, reap
 
 START = (
@@ -147,7 +148,6 @@ class Shell:
     def __init__(self, folders: Sequence[str], limits: Any) -> None:
         """`folders` are empty, writable top-level folders. `limits` (runner.Limits) apply to each command."""
         from slimectl.sandbox.runner import readable_paths
-        from slimectl.sandbox.seccomp import call_filter
 
         self._home = tempfile.TemporaryDirectory(prefix="slimectl-shell-")
         job = {"isolated": True, "home": os.path.realpath(self._home.name), "readable": readable_paths(),

@@ -239,31 +239,29 @@ class Grader:
         )
 
     def is_async(self, samples: list[Sample]) -> bool:
-        if failed(samples) or self.has_agent_rewards(samples):
-            return False
-        try:
-            return self.verifier_of(samples[0]).is_async
-        except RecordError:  # `grade` raises it again
-            return False
+        call_verifier = self._verifier_of_call(samples)
+        return call_verifier is not None and call_verifier.is_async
 
     def is_slow(self, samples: list[Sample]) -> bool:
         """Return whether a verifier that can take seconds grades the call, even if only its prompt names it."""
-        if failed(samples) or self.has_agent_rewards(samples):
-            return False
-        try:
-            return self.verifier_of(samples[0]).slow
-        except RecordError:  # `grade` raises it again
-            return False
+        call_verifier = self._verifier_of_call(samples)
+        return call_verifier is not None and call_verifier.slow
 
     def prepare(self, samples: list[Sample]) -> None:
         """Prepare this process for the verifier or function of the call, once per verifier."""
-        if failed(samples) or self.has_agent_rewards(samples):
-            return
         with suppress(SlimectlError):  # `grade` raises it again
-            sample_verifier = self.verifier_of(samples[0])
-            if id(sample_verifier) not in self._prepared:
-                sample_verifier.prepare()
-                self._prepared.add(id(sample_verifier))
+            call_verifier = self._verifier_of_call(samples)
+            if call_verifier is not None and id(call_verifier) not in self._prepared:
+                call_verifier.prepare()
+                self._prepared.add(id(call_verifier))
+
+    def _verifier_of_call(self, samples: list[Sample]) -> Verifier | None:
+        """Return the verifier that grades the call, or None if none does, or if `grade` will raise RecordError."""
+        if failed(samples) or self.has_agent_rewards(samples):
+            return None
+        with suppress(RecordError):
+            return self.verifier_of(samples[0])
+        return None
 
     async def grade_async(self, samples: list[Sample], client: HttpClient) -> list[Any]:
         """Grade like `grade`, asynchronously."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,6 @@ def check_logits(source: Source, staged: Path, result: Weights, to: str, count: 
 
 def _result_logits(staged: Path, result: Weights, tokens: Tensor) -> Tensor:
     """Logits of a Hugging Face result with its written config."""
-    import json
-
     return _hf_logits(json.loads((staged / "config.json").read_text(encoding="utf-8")), result, tokens)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -132,8 +133,6 @@ def _gguf(path: Path, dtype: torch.dtype) -> Source:
 
 
 def _config_of_writer(write: Callable[[Path], None]) -> Config:
-    from tempfile import TemporaryDirectory
-
     with TemporaryDirectory() as folder:
         write(Path(folder))
         return raw_config(Path(folder))

@@ -10,6 +10,7 @@ from typing import Any
 
 from slimectl.migrate.launch_scripts.conversion import Many, Unneeded, is_on
 from slimectl.migrate.launch_scripts.flags import Flag
+from slimectl.plugins.registry import VERIFIERS
 from slimectl.system.redaction import is_reference
 
 
@@ -187,8 +188,6 @@ def addresses(flag: Flag) -> list[str]:
 
 def verifier(flag: Flag) -> str:
     """The name of a verifier, optionally after `boxed_`. Raises ValueError for an unknown one."""
-    from slimectl.plugins.registry import VERIFIERS
-
     name = flag.text.strip()
     if name.removeprefix("boxed_") not in VERIFIERS.names():
         raise ValueError(f"{name} is not a verifier here. Set score.rm_type to one, or score.custom_rm_path")

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.algorithms.packing import first_fit
+from slimectl.chats.template import Template
 from slimectl.data.atomic_replace import write_text
+from slimectl.data.chat import as_chat, render
 from slimectl.data.columns import PromptOptions
 from slimectl.data.prompts import open_prompts, ordered_rows, shuffled_order
 from slimectl.errors import CheckpointError
@@ -40,8 +42,6 @@ def filter_long_prompt(
 
 
 def _prompt_length(sample: Sample, tokenizer: Any) -> int:
-    from slimectl.data.chat import render
-
     return len(render(Prompt(sample.prompt, tools=sample.metadata.get("tools")), tokenizer))
 
 
@@ -108,9 +108,6 @@ def _as_sample(prompt: Prompt, *, has_label: bool) -> Sample:
 
 
 def _rendered(sample: Sample, tokenizer: Any, template_kwargs: dict[str, Any] | None) -> str:
-    from slimectl.chats.template import Template
-    from slimectl.data.chat import as_chat
-
     template = Template(tokenizer, Prompt(sample.prompt, tools=sample.metadata.get("tools")), template_kwargs)
     return template.prompt_text(as_chat(sample.prompt))
 

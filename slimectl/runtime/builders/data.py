@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimectl.chats.model_tokens import vocabulary_size
+from slimectl.data.io import is_pipe, spool
+from slimectl.data.jsonl import read_samples
 from slimectl.errors import RecordError, SettingsError
 from slimectl.hooks import FlatSettings, hook
 from slimectl.runtime.builders.models import model_folder, reads_images
@@ -103,8 +105,6 @@ def check_images(settings: Settings, sources: Iterable[str], *, servers: bool) -
 
     Checks the first ROWS_WITH_IMAGES rows of each source, and only for a model that reads images.
     """
-    from slimectl.data.io import is_pipe
-
     if servers and reads_images(settings.model):
         for source in sources:
             rows = () if is_pipe(source) else prompts(settings, [source], shuffle=False)
@@ -156,8 +156,6 @@ def environment(rollout: RolloutSettings) -> Specification:
 
 def check_pipes(settings: Settings) -> None:
     """Raise SettingsError for a pipe that a run would read more than once."""
-    from slimectl.data.io import is_pipe
-
     warm_up = [*settings.sft_warmup.data, *settings.rollout.data] if settings.sft_warmup.data else []
     for source in filter(is_pipe, [*settings.eval.sources.values(), *warm_up]):
         raise SettingsError(
@@ -182,7 +180,6 @@ def training_samples(
     demonstrations and preferences longer than `context`. The files are read end to end, `epochs` times (None: without
     end), from occurrence `start` on.
     """
-    from slimectl.data.jsonl import read_samples
     from slimectl.data.preferences import open_preferences
     from slimectl.data.prompts import open_prompts
     from slimectl.stages.preferences import preferred
@@ -236,7 +233,6 @@ def has_plain_rows(algorithm: AlgorithmSection, paths: Sequence[str]) -> bool:
 
 def _has_tokens(path: str) -> bool:
     """Return whether the first row is a sample rather than a prompt."""
-    from slimectl.data.io import spool
     from slimectl.data.prompts import ordered_rows
 
     spool(path)  # it is read again from the start

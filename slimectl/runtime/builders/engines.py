@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from slimectl.architectures.config import raw_config
 from slimectl.chats.model_tokens import end_tokens
+from slimectl.data.images import processor_of
 from slimectl.data.routed_experts import NO_EXPERTS
 from slimectl.errors import CheckpointError, SettingsError, SlimectlError, first_line
 from slimectl.plugins.registry import ENGINES
@@ -160,7 +161,6 @@ class InProcessBackend(EngineBackend):
         from transformers import AutoConfig
 
         from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
-        from slimectl.data.images import processor_of
         from slimectl.engines.embedded.engine import EmbeddedEngine, EngineOptions
 
         try:

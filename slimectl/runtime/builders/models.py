@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slimectl.architectures import cards
-from slimectl.architectures.config import raw_config
+from slimectl.architectures.config import raw_config, read_config
 from slimectl.architectures.config_checks import check_config
 from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.chats.tokenizer import load_tokenizer
@@ -157,8 +157,6 @@ def with_template_date(settings: Settings) -> Settings:
 
 def context_length(rollout: RolloutSettings, folder: Path) -> int | None:
     """Return the maximum tokens of prompt plus response: rollout.max_context_len, or the model's limit."""
-    from slimectl.architectures.config import read_config
-
     if rollout.max_context_len is not None:
         return rollout.max_context_len
     config = read_config(folder)

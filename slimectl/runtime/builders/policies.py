@@ -9,7 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from slimectl.architectures import cards
-from slimectl.architectures.config import with_defaults
+from slimectl.architectures.config import read_config, with_defaults
+from slimectl.data.routed_experts import routing_marks
 from slimectl.errors import SettingsError, SlimectlError
 from slimectl.hooks import TRAINING_HOOKS, check_hooks
 from slimectl.protocols import NO_PROGRESS, Progress
@@ -165,7 +166,6 @@ def _build(
 
 def _options(settings: Settings, folder: Path, role: Role, total_steps: int | None, lr: float | None) -> TrainerOptions:
     """Return the options of a model for any trainer. Raises SettingsError if train.deterministic cannot train it."""
-    from slimectl.architectures.config import read_config
     from slimectl.policies.determinism import check_model
     from slimectl.policies.options import TrainerOptions
     from slimectl.policies.recompute import Recompute
@@ -204,7 +204,6 @@ def _batching(train: TrainSettings, folder: Path) -> BatchingOptions:
     size = None if train.use_dynamic_batch_size else train.micro_batch_size
     if not train.balance_by_flops:
         return BatchingOptions(size, "tokens" if train.balance_data else "none")
-    from slimectl.architectures.config import read_config
     from slimectl.planner.flops import pair_cost
     from slimectl.planner.plan import any_model_of
 
@@ -217,7 +216,6 @@ def round_timer(settings: Settings, folder: Path, policy: Policy, *, progress: P
 
     With track.measure_peak, it measures the peak of every rank and uses the slowest. `progress` receives the phases.
     """
-    from slimectl.architectures.config import read_config
     from slimectl.planner.devices import device_peak, measured_peak
     from slimectl.planner.flops import image_flops, model_flops
     from slimectl.planner.plan import model_of
@@ -254,7 +252,6 @@ def round_timer(settings: Settings, folder: Path, policy: Policy, *, progress: P
 def _packer(settings: Settings, folder: Path) -> Packer | None:
     """Return the function that packs rows as the policy does, or None if the trainer does not describe its packing."""
     from slimectl.algorithms.packing import plan_batches
-    from slimectl.data.routed_experts import routing_marks
 
     packing = policy_backend(settings.train).packing(settings, folder)
     if packing is None:

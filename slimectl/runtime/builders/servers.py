@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from slimectl.architectures import cards
+from slimectl.architectures.config import read_config
 from slimectl.chats.model_tokens import end_tokens
 from slimectl.chats.tokenizer import corrected_config
 from slimectl.data.routed_experts import NO_EXPERTS
@@ -289,7 +290,6 @@ def client(
     settings: Settings, model: Path, tokenizer: Any, addresses: Sequence[str], workers: Sequence[str]
 ) -> HttpEngine:
     """Build the client of the servers at `addresses`. Raises BackendError if engine.url serves another model."""
-    from slimectl.architectures.config import read_config
     from slimectl.engines.embedded.detokenizer import Detokenizer
     from slimectl.engines.http.client import HttpEngine, ServedModel
     from slimectl.engines.http.dispatch import ClientOptions
@@ -334,8 +334,6 @@ def _api(settings: Settings, config: Mapping[str, Any]) -> ServerApi:
 @contextmanager
 def start_engines(settings: Settings, model: Path, tokenizer: Any) -> Iterator[Engine]:
     """Yield an engine with the model's own weights for a stage outside a run. Its servers stop with the block."""
-    from slimectl.architectures.config import read_config
-
     check_stop_tokens(settings, read_config(model))
     check_middlewares(settings.engine, servers=settings.stage_uses_servers)
     with ExitStack() as closing:

@@ -10,6 +10,7 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
+from slimectl.architectures.config import read_config
 from slimectl.runtime.builders.engines import engine as build_engine
 from slimectl.runtime.builders.models import tokenizer, version_of
 from slimectl.settings import Settings
@@ -84,7 +85,6 @@ def serve(
 ) -> tuple[int, bool]:
     """Serve a model directory until a signal. Returns its number, and whether all threads have ended."""
     from slimectl.agents.recorder import SessionRecorder, UnrecordedApis
-    from slimectl.architectures.config import read_config
     from slimectl.checkpoints.base_model import base_model
     from slimectl.checkpoints.torch_dist.mapping import ModelCheckpoint
     from slimectl.engines.server.access import Guard, own_names

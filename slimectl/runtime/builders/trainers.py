@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import BaseModel
 
 from slimectl.architectures import cards
+from slimectl.architectures.config import read_config, with_defaults
+from slimectl.architectures.image_tokens import MODEL_TYPES
 from slimectl.architectures.parallel import ParallelLayout, dense_stage, prefix_obstacle, problems
+from slimectl.architectures.registry import family_of
 from slimectl.errors import MissingExtraError, SettingsError
 from slimectl.hooks import FlatSettings, hook
 from slimectl.plugins.registry import POLICIES
@@ -147,10 +150,7 @@ class MegatronBackend(PolicyBackend):
         path, card = settings.model.path, settings.model.card
         if path is not None and is_gguf(path):
             return
-        from slimectl.architectures.config import read_config, with_defaults
-        from slimectl.architectures.image_tokens import MODEL_TYPES
         from slimectl.architectures.lora import chosen, linear_layers
-        from slimectl.architectures.registry import family_of
 
         config = read_config(model_folder(path)) if path is not None else with_defaults(cards.load(str(card))["config"])
         family = family_of(config)
@@ -178,9 +178,6 @@ class MegatronBackend(PolicyBackend):
         check_training(folder, options, _megatron_options(settings.megatron, options))
 
     def packing(self, settings: Settings, folder: Path) -> Packing:
-        from slimectl.architectures.config import read_config
-        from slimectl.architectures.registry import family_of
-
         config, parallel = read_config(folder), layout(settings.megatron)
         transformer = family_of(config).architecture(config).transformer
         obstacle = prefix_obstacle(transformer, settings.megatron.args)

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from pydantic import SecretStr
+
+from slimectl.architectures.config import read_config
 from slimectl.errors import CheckpointError, SettingsError
 from slimectl.hooks import FlatSettings, hook
 from slimectl.protocols import Policy, WeightUpdateClient
@@ -36,8 +39,6 @@ def keyed(settings: Settings) -> Settings:
 
     The recipient may run elsewhere, in another environment. These settings are never written to a file.
     """
-    from pydantic import SecretStr
-
     from slimectl.engines.api_keys import new_key
 
     engine = settings.engine
@@ -185,7 +186,6 @@ def pushed_precision(settings: Settings, folder: Path) -> Precision:
     """
     import torch
 
-    from slimectl.architectures.config import read_config
     from slimectl.checkpoints.hf_weights import HFWeights
     from slimectl.checkpoints.quantization import QuantizedStream
     from slimectl.checkpoints.quantization_config import scheme_of
