@@ -11,14 +11,8 @@ from pydantic_core import PydanticCustomError
 from slimectl.settings.base import AdditivePenalty, RepetitionPenalty, Section, Texts
 
 
-class Dataset(Section):
-    """One dataset with its own settings. Unset keys fall back to [eval], then to [rollout] and [score]."""
-
-    path: str
-    """Prompt source."""
-
-    n_samples_per_prompt: Annotated[int, Field(ge=1)] | None = None
-    """Responses per prompt."""
+class Overrides(Section):
+    """Sampling and grading that evaluation may do differently. Unset keys fall back to [rollout] and [score]."""
 
     temperature: Annotated[float, Field(ge=0)] | None = None
     """Softmax temperature. 0 is greedy."""
@@ -44,6 +38,22 @@ class Dataset(Section):
     min_new_tokens: Annotated[int, Field(ge=0)] | None = None
     """Minimum tokens of a response."""
 
+    rm_type: str | None = None
+    """Verifier. It overrides score.custom_rm_path and score.rm."""
+
+    reward_key: str | None = None
+    """Key of the number to use if a reward is a dict."""
+
+
+class Dataset(Overrides):
+    """One dataset with its own settings. Unset keys fall back to [eval], then to [rollout] and [score]."""
+
+    path: str
+    """Prompt source."""
+
+    n_samples_per_prompt: Annotated[int, Field(ge=1)] | None = None
+    """Responses per prompt."""
+
     stop: Texts | None = None
     """Strings that end a response."""
 
@@ -65,14 +75,8 @@ class Dataset(Section):
     custom_generate_function_path: str | None = None
     """Your own generate function."""
 
-    rm_type: str | None = None
-    """Verifier. It overrides score.custom_rm_path and score.rm."""
-
     custom_rm_path: str | None = None
     """Your own reward function, instead of rm_type."""
-
-    reward_key: str | None = None
-    """Key of the number to use if a reward is a dict."""
 
     success_threshold: float | None = None
     """Reward from which a response counts as correct."""
@@ -83,7 +87,7 @@ class Dataset(Section):
         return {key: value for key, value in dump(self).items() if value is not None}
 
 
-class EvalSettings(Section):
+class EvalSettings(Overrides):
     """Evaluation on held-out prompts. Unset keys fall back to [rollout] and [score]."""
 
     section_name: ClassVar[str] = "eval"
@@ -119,36 +123,6 @@ class EvalSettings(Section):
 
     n_samples_per_prompt: Annotated[int, Field(ge=1)] = 1
     """Responses per prompt. More than one gives pass@k, avg@n and maj@n, and needs a temperature above 0."""
-
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    """Softmax temperature. 0 is greedy."""
-
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Nucleus probability."""
-
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    """Sample from this many most likely tokens. -1 means all."""
-
-    repetition_penalty: RepetitionPenalty | None = None
-    """Factor on the logits of tokens that the response already has. 1 is off."""
-
-    presence_penalty: AdditivePenalty | None = None
-    """Subtracted from the logits of tokens that the response already has. 0 is off."""
-
-    frequency_penalty: AdditivePenalty | None = None
-    """Subtracted from the logit of a token for each time that the response already has it. 0 is off."""
-
-    max_response_len: Annotated[int, Field(ge=1)] | None = None
-    """Maximum tokens of a response."""
-
-    min_new_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Minimum tokens of a response."""
-
-    rm_type: str | None = None
-    """Verifier. It overrides score.custom_rm_path and score.rm."""
-
-    reward_key: str | None = None
-    """Key of the number to use if a reward is a dict."""
 
     success_threshold: float = 1.0
     """Reward from which a response counts as correct."""
