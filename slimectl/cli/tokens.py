@@ -29,9 +29,9 @@ NAMES = ("logprob", "advantage", "ratio", "trainer_minus_engine", "mask", "versi
 """Values of --color-by."""
 
 
-def legend(name: str, *, coloured: bool | None = None) -> str:
+def legend(name: str) -> str:
     """Return the line that explains the colours."""
-    coloured = has_colours() if coloured is None else coloured
+    coloured = has_colours()
     if name == "mask":
         return " ".join(highlight(part, part, coloured) for part in (PROMPT, TRAINED, MASKED))
     if name == "version":
@@ -46,12 +46,12 @@ def legend(name: str, *, coloured: bool | None = None) -> str:
     return f"{name}: {low:.3g} {bar} {high:.3g}" + (", underlined if clipped" if name == "ratio" else "")
 
 
-def tokens_text(view: Mapping[str, Any], name: str, *, coloured: bool | None = None) -> str:
+def tokens_text(view: Mapping[str, Any], name: str) -> str:
     """Return the tokens of a sample's view, coloured by the value `name`, or with the values in braces.
 
     If the sample lacks the values, return its text with a note.
     """
-    coloured = has_colours() if coloured is None else coloured
+    coloured = has_colours()
     texts = view["texts"] or [f"{number} " for number in view["ids"]]
     if name == "mask":
         parts = [PARTS[author] for author in view["authors"]]

@@ -155,9 +155,9 @@ def gain(series: Series, window: int = BASELINE) -> float:
     return statistics.fmean(series.values[-window:]) - statistics.fmean(series.values[:window])
 
 
-def significant(series: Series, window: int = BASELINE, deviations: float = 4.0) -> float:
+def significant(series: Series, window: int = BASELINE) -> float:
     """Return the difference of two means of `window` rounds that noise alone hardly ever reaches."""
-    return deviations * series.noise * math.sqrt(2 / window)
+    return 4 * series.noise * math.sqrt(2 / window)
 
 
 def _of_round(name: str, values: list[float]) -> float:

@@ -241,9 +241,9 @@ def convert(
 class ChatModel(Sampler):
     """The engine of [engine] with a model's weights, for interactive questions."""
 
-    def __init__(self, settings: Settings, folder: Path | None = None) -> None:
-        super().__init__(settings, folder)
-        self.has_template = bool(getattr(self.tokenizer, "chat_template", None))
+    @property
+    def has_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
 
     def params(self, *, max_tokens: int, temperature: float | None = None, seed: int | None = None) -> SamplingParams:
         """Return the sampling parameters of [rollout] with these changes. Temperature 0 is greedy."""

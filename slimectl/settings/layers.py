@@ -157,7 +157,7 @@ def _longest(sections: Iterable[str], words: str) -> str | None:
     return max((section for section in sections if words.startswith(f"{section}_")), key=len, default=None)
 
 
-def from_assignments(assignments: Iterable[str], origin: str = "command line") -> Layer:
+def from_assignments(assignments: Iterable[str]) -> Layer:
     """Parse assignments `section.key=value`. A third part is a key of a table: eval.data.aime=aime.jsonl."""
     values: Values = {}
     for assignment in assignments:
@@ -172,7 +172,7 @@ def from_assignments(assignments: Iterable[str], origin: str = "command line") -
         for part in parts[1:-1]:
             table = table.setdefault(part, {})
         table[parts[-1]] = parse_value(text)
-    return Layer(origin, values)
+    return Layer("command line", values)
 
 
 def read_assignments(assignments: Iterable[str]) -> tuple[Layer, list[str]]:

@@ -104,9 +104,9 @@ class Connection(web.RequestHandler):
 class ConnectionLimiter:
     """Accepts connections up to a limit, and closes connections with silent clients."""
 
-    def __init__(self, notices: Notices, *, limit: int | None = None) -> None:
+    def __init__(self, notices: Notices) -> None:
         self.notices = notices
-        self.limit = most_connections() if limit is None else limit
+        self.limit = most_connections()
         self._connections: set[Connection] = set()
         self._closed = asyncio.Event()
         self.pressed = False

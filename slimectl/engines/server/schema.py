@@ -26,8 +26,7 @@ BODY_S = 60.0
 class BodyMemory:
     """Counts the bytes of bodies in memory."""
 
-    def __init__(self, limit: int | None = None) -> None:
-        self._limit = MOST_TOGETHER if limit is None else limit
+    def __init__(self) -> None:
         self.held = 0
 
     @asynccontextmanager
@@ -65,7 +64,7 @@ class BodyMemory:
                     self.held += len(part)
                     if size > LONGEST_BODY:
                         raise _too_long()
-                    if self.held > self._limit:
+                    if self.held > MOST_TOGETHER:
                         raise RequestError("too many large bodies at once. Try again in a moment.", status=503)
         except TimeoutError:
             raise RequestError(f"the body did not arrive within {BODY_S:.0f} s. Send it again.", status=408) from None

@@ -34,21 +34,14 @@ class Report:
     problems: list[str]
 
 
-def simulation(
-    config: Config,
-    run: Run,
-    planned: float,
-    *,
-    lora: tuple[int, Sequence[str]] | None = None,
-    response: int | None = None,
-) -> Report:
+def simulation(config: Config, run: Run, planned: float, *, lora: tuple[int, Sequence[str]] | None = None) -> Report:
     """Simulate a step of `run` on its representative ranks. `planned` is the plan's peak in bytes.
 
     Raises SettingsError for a run that has no such simulation, BackendError with the last line of a rank that failed.
     """
     check(run)
     layout = run.layout if run.policy == "megatron" else ParallelLayout()
-    results = [_simulated(task) for task in tasks(config, run, lora=lora, response=response)]
+    results = [_simulated(task) for task in tasks(config, run, lora=lora)]
     problems = [problem for result in results for problem in wrong_devices(result, run)]
     problems += mismatches({result["rank"]: _collectives(result) for result in results})
     worst = max(result["peak"] for result in results)

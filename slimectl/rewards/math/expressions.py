@@ -316,8 +316,8 @@ class _Parser:
         self._take()
         return ("num", token.value) if token.kind == "number" else ("sym", token.text)
 
-    def _is_differential(self, at: int = 0) -> bool:
-        first, second = self._peek(at), self._peek(at + 1)
+    def _is_differential(self) -> bool:
+        first, second = self._peek(0), self._peek(1)
         is_name = second.kind == "symbol" and not second.is_spaced
         return self._integrals > 0 and first.kind == "symbol" and first.text == "d" and is_name
 
