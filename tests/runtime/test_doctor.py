@@ -53,7 +53,9 @@ class Case:
     def torch(self, *, cuda: str = "13.0", error: str = "", count: int = 2) -> None:
         """Put a package before torch that answers as a torch with these GPUs would. It is imported by a real child."""
         folder = self.machine.folder / "packages" / "torch"
-        folder.mkdir(parents=True)
+        (folder / "nn").mkdir(parents=True)
+        for name in ("distributed.py", "nn/__init__.py", "nn/functional.py"):
+            (folder / name).touch()
         (folder / "__init__.py").write_text(TORCH.format(cuda=cuda, error=error, count=count))
         self.setenv("PYTHONPATH", f"{folder.parent}:{os.environ.get('PYTHONPATH', '')}")
 
@@ -69,6 +71,7 @@ cuda = Space(
     init=init, device_count=lambda: {count}, nccl=Space(version=lambda: (2, 29, 7)),
 )
 get_num_threads = lambda: 1
+Tensor = object
 """
 
 

@@ -45,9 +45,9 @@ FINE = {
 
 
 class Rule(NamedTuple):
-    """A finding for all GPUs in which one of the fields has a bad value, a regular expression."""
+    """A finding for all GPUs in which a field (the end of its path) has a bad value, a regular expression."""
 
-    what: str
+    name: str
     fields: str
     bad: str
     text: str
@@ -60,22 +60,21 @@ HEAT = "Check fans, air flow and power cables. Until then the slowest GPU sets t
 RULES = (
     Rule(
         "GPU errors",
-        "ecc_errors/volatile/sram_uncorrectable ecc_errors/volatile/sram_uncorrectable_parity "
-        "ecc_errors/volatile/sram_uncorrectable_secded ecc_errors/volatile/dram_uncorrectable",
+        "volatile/sram_uncorrectable volatile/sram_uncorrectable_parity volatile/sram_uncorrectable_secded "
+        "volatile/dram_uncorrectable",
         r"[1-9]\d*", "uncorrectable memory errors since the driver was loaded", RESET,
     ),
     Rule(
         "GPU errors",
-        "retired_pages/pending_retirement remapped_rows/remapped_row_pending ecc_errors/channel_repair_pending "
-        "ecc_errors/tpc_repair_pending",
+        "pending_retirement remapped_row_pending channel_repair_pending tpc_repair_pending",
         "Yes", "a memory repair is pending", RESET,
     ),
     Rule(
-        "GPU errors", "remapped_rows/remapped_row_failure ecc_errors/unrepairable_memory", "Yes",
+        "GPU errors", "remapped_row_failure unrepairable_memory", "Yes",
         "memory can no longer be repaired", "Replace GPU {gpus}",
     ),
     Rule(
-        "GPU errors", "gpu_recovery_action gpu_reset_status/reset_required", "Reset|Reboot|Drain.*|Yes",
+        "GPU errors", "gpu_recovery_action reset_required", "Reset|Reboot|Drain.*|Yes",
         "the driver asks for a reset", RESET,
     ),
     Rule(
@@ -85,16 +84,13 @@ RULES = (
     ),
     Rule(
         "GPU clocks",
-        "clocks_event_reasons/clocks_event_reason_hw_thermal_slowdown "
-        "clocks_event_reasons/clocks_event_reason_sw_thermal_slowdown "
-        "clocks_throttle_reasons/clocks_throttle_reason_hw_thermal_slowdown "  # drivers before 535
-        "clocks_throttle_reasons/clocks_throttle_reason_sw_thermal_slowdown",
+        "clocks_event_reason_hw_thermal_slowdown clocks_event_reason_sw_thermal_slowdown "
+        "clocks_throttle_reason_hw_thermal_slowdown clocks_throttle_reason_sw_thermal_slowdown",  # before driver 535
         "Active", "too hot", HEAT, lambda _: False,
     ),
     Rule(
         "GPU clocks",
-        "clocks_event_reasons/clocks_event_reason_hw_power_brake_slowdown "
-        "clocks_throttle_reasons/clocks_throttle_reason_hw_power_brake_slowdown",
+        "clocks_event_reason_hw_power_brake_slowdown clocks_throttle_reason_hw_power_brake_slowdown",
         "Active", "slowed down by the power supply", HEAT, lambda _: False,
     ),
     Rule(
@@ -102,7 +98,7 @@ RULES = (
         "Turn it on with `sudo nvidia-smi -pm 1`, outside the container", lambda _: False,
     ),
     Rule(
-        "GPU modes", "mig_mode/current_mig", "Enabled", "MIG is on, and NCCL cannot connect MIG slices",
+        "GPU modes", "current_mig", "Enabled", "MIG is on, and NCCL cannot connect MIG slices",
         "Turn it off with `sudo nvidia-smi -mig 0`, or use settings for one GPU", lambda scope: scope.needed_gpus > 1,
     ),
     Rule(
@@ -206,16 +202,16 @@ def fields(scope: Scope) -> Iterator[CheckResult]:
     """Check the report's fields for errors, slowdowns and modes, and the kernel's log for Xid errors."""
     findings = []
     for rule in RULES:
-        bad = [gpu for gpu in scope.visible if any(re.fullmatch(rule.bad, gpu.text(f)) for f in rule.fields.split())]
+        bad = [gpu for gpu in scope.visible if any(re.fullmatch(rule.bad, text) for text in gpu.texts(rule.fields))]
         if bad:
             names = f"GPU{'s' if len(bad) > 1 else ''} {', '.join(str(gpu.index) for gpu in bad)}"
             text = f"{'all GPUs' if len(bad) == len(scope.visible) > 1 else names}: {rule.text}"
             remedy = rule.remedy.format(gpus=",".join(str(gpu.index) for gpu in bad))
-            findings.append((failure if rule.fails(scope) else warning)(rule.what, text, remedy))
+            findings.append((failure if rule.fails(scope) else warning)(rule.name, text, remedy))
     findings += [*_kernel_log(scope), *_limits(scope)]
-    for what, text in FINE.items() if scope.visible else ():
-        ours = [finding for finding in findings if finding.what == what]
-        yield from ours or [passed(what, text)]
+    for name, text in FINE.items() if scope.visible else ():
+        ours = [finding for finding in findings if finding.what == name]
+        yield from ours or [passed(name, text)]
 
 
 def _kernel_log(scope: Scope) -> Iterator[CheckResult]:

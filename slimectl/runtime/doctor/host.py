@@ -117,7 +117,7 @@ def memory(scope: Scope) -> Iterator[CheckResult]:
         return
     total, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
-    limit = _memory_limit(scope)
+    limit = _lowest(scope, "memory", "memory.max", "memory.limit_in_bytes")
     if limit is not None and limit < free:
         free, text = limit, f"limited to {limit / GIB:.1f} GiB by the control group, {text}"
     one_gpu = max((gpu.number("fb_memory_usage/total") or 0) * 2**20 for gpu in scope.visible) if scope.visible else 0
@@ -155,30 +155,25 @@ def _cpu_quota(scope: Scope) -> float | None:
     return min(quotas, default=None)
 
 
-def _memory_limit(scope: Scope) -> int | None:
-    """Return the bytes that the control groups allow, or None without a limit."""
-    limits = []
-    for group in _groups(scope, "memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            text = scope.read(f"{group}/{name}")
-            limits += [int(text)] if text.isdecimal() else []
-    return min(limits, default=None)
+def _lowest(scope: Scope, controller: str, *names: str) -> int | None:
+    """Return the lowest number in files of the control groups, or None without a limit."""
+    texts = [scope.read(f"{group}/{name}") for group in _groups(scope, controller) for name in names]
+    return min((int(text) for text in texts if text.isdecimal()), default=None)
 
 
 def limits(scope: Scope) -> Iterator[CheckResult]:
     """Check the limits of open files, processes and locked memory."""
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= files < FEWEST_FILES:
-        can_raise = most_files == resource.RLIM_INFINITY or most_files >= FEWEST_FILES
-        remedy = (
-            "Run `ulimit -n 65536` first" if can_raise else "Raise nofile in /etc/security/limits.conf, log in again"
-        )
+        can_raise = most_files < 0 or most_files >= FEWEST_FILES  # -1 is unlimited
+        highest = 65536 if most_files < 0 else min(65536, most_files)
+        remedy = f"Run `ulimit -n {highest}` first" if can_raise else "Raise nofile in /etc/security/limits.conf"
         yield warning("open files", f"{files}, and many requests at the same time need {FEWEST_FILES}", remedy)
     else:
         yield passed("open files", _limit(files))
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    pids = [int(text) for group in _groups(scope, "pids") if (text := scope.read(f"{group}/pids.max")).isdecimal()]
-    allowed = min([processes] * (processes >= 0) + pids, default=-1)
+    pids = _lowest(scope, "pids", "pids.max")
+    allowed = min([number for number in (processes, pids) if number is not None and number >= 0], default=-1)
     if 0 <= allowed < FEWEST_PROCESSES:
         remedy = "Raise it: `ulimit -u`, `docker run --pids-limit`, or TasksMax of systemd"
         yield warning("processes", f"{allowed} with threads, and engines need {FEWEST_PROCESSES}", remedy)
@@ -209,7 +204,7 @@ def shared_memory(scope: Scope) -> Iterator[CheckResult]:
 def disk(scope: Scope) -> Iterator[CheckResult]:
     """Check the folder of runs: free space, and the speed of a real file that is flushed to the disk."""
     folder = Path(scope.settings.run.dir).absolute()
-    while not folder.exists():
+    while not os.path.exists(folder):  # unlike Path.exists, also where a folder above cannot be read
         folder = folder.parent
     status = os.statvfs(folder)
     free = status.f_bavail * status.f_frsize

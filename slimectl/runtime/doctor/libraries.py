@@ -14,7 +14,6 @@ from slimectl.errors import SlimectlError
 from slimectl.runtime import builders
 from slimectl.runtime.check_result import CheckResult, failure, info, passed, warning
 from slimectl.runtime.doctor.gpus import cuda_of
-from slimectl.runtime.doctor.probe import SLOWEST_SHARE
 from slimectl.runtime.doctor.scope import Scope, run_within
 from slimectl.system.stdio import quantity
 
@@ -22,6 +21,8 @@ PROBE_S = 180.0
 """Maximum seconds of a child process. The first kernels of a GPU compile."""
 CUDA_DRIVERS = {11: 450, 12: 525, 13: 580}
 """Oldest driver release for every CUDA version (docs.nvidia.com/deploy/cuda-compatibility)."""
+SLOWEST_SHARE = 0.8
+"""A GPU with less than this share of the fastest one's speed is a warning."""
 VERSIONS = "constraints-gpu.txt"
 CUDA_REMEDIES = {
     "802": "Start nvidia-fabricmanager in the driver's version: `sudo systemctl restart nvidia-fabricmanager`",

@@ -16,20 +16,20 @@ from collections.abc import Callable
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from slimectl.algorithms.gated_delta import Chunks, gated_delta_rule
 from slimectl.errors import first_line
 from slimectl.system.listening import interface
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TOLERANCE = 0.05
 """Allowed relative error of a kernel in bfloat16 against a reference in float32."""
 JOIN_S = 60
 """Maximum seconds for all ranks to join and for one operation."""
-SLOWEST_SHARE = 0.8
-"""A GPU with less than this share of the fastest one's speed is a warning."""
 
 
 def report(**fields: object) -> None:
@@ -38,8 +38,6 @@ def report(**fields: object) -> None:
 
 def describe() -> str:
     """Print versions and the devices on which CUDA starts. Return cuda or cpu."""
-    import torch
-
     report(begin="torch")
     error = ""
     if torch.version.cuda is not None:
@@ -63,8 +61,6 @@ def kernels(gpus: int) -> None:
     device = describe()
     if gpus and device == "cpu":
         return
-    import torch
-
     checks: dict[str, Callable[[], float]] = {
         "attention": lambda: attention(device),
         "grouped GEMM": lambda: grouped_gemm(device),
@@ -85,8 +81,6 @@ def kernels(gpus: int) -> None:
 
 def difference(kernel: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: list[Tensor]) -> float:
     """Return the largest error of output and gradients, relative to the largest number of the reference."""
-    import torch
-
     results = []
     for function, dtype in ((kernel, torch.bfloat16), (reference, torch.float32)):
         leaves = [tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in inputs]
@@ -99,8 +93,6 @@ def difference(kernel: Callable[..., Tensor], reference: Callable[..., Tensor], 
 
 def attention(device: str) -> float:
     """Compare torch's fused causal attention with a softmax over all scores."""
-    import torch
-    import torch.nn.functional as F
 
     def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         scores: Tensor = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
@@ -113,9 +105,6 @@ def attention(device: str) -> float:
 
 def grouped_gemm(device: str) -> float:
     """Compare torch's grouped product, as in mixtures of experts, with one product per expert."""
-    import torch
-    import torch.nn.functional as F
-
     sizes = [48, 0, 16, 64]
     ends_E = torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
     rows_NI = torch.randn(sum(sizes), 64, device=device).bfloat16()
@@ -129,24 +118,20 @@ def grouped_gemm(device: str) -> float:
 
 def linear_attention(device: str) -> float:
     """Compare the gated delta rule of flash-linear-attention with slimectl's."""
-    import torch
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    from torch.nn.functional import normalize
-
-    from slimectl.algorithms.gated_delta import Chunks, gated_delta_rule
 
     tokens, heads, width = 128, 2, 64
     decay_TH = -torch.rand(tokens, heads, device=device)
     beta_TH = torch.rand(tokens, heads, device=device)
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        parts = [part[None] for part in (normalize(query, dim=-1), normalize(key, dim=-1), value)]
+        parts = [part[None] for part in (F.normalize(query, dim=-1), F.normalize(key, dim=-1), value)]
         output: Tensor = chunk_gated_delta_rule(*parts, g=decay_TH[None], beta=beta_TH[None].to(value.dtype))[0]
         return output[0]
 
     def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         chunks = Chunks([tokens], query.device)
-        query, key = normalize(query, dim=-1), normalize(key, dim=-1)
+        query, key = F.normalize(query, dim=-1), F.normalize(key, dim=-1)
         return gated_delta_rule(query * width**-0.5, key, value, decay_TH, beta_TH, chunks)[0]
 
     return difference(kernel, exact, [torch.randn(tokens, heads, width, device=device).bfloat16() for _ in range(3)])
@@ -154,8 +139,6 @@ def linear_attention(device: str) -> float:
 
 def matmul_tflops(index: int, *, size: int = 8192, repeats: int = 10) -> float:
     """Return the speed of matrix products on one GPU."""
-    import torch
-
     matrix = torch.ones(size, size, dtype=torch.bfloat16, device=f"cuda:{index}")
     torch.mm(matrix, matrix)
     torch.cuda.synchronize(index)
@@ -168,8 +151,6 @@ def matmul_tflops(index: int, *, size: int = 8192, repeats: int = 10) -> float:
 
 def all_reduce(ranks: int, backend: str) -> None:
     """Print the seconds of a sum of numbers over all ranks, one process each. They are forked before CUDA starts."""
-    import torch  # noqa: F401  once, before the fork
-
     with tempfile.TemporaryDirectory() as folder:
         children = []
         for rank in range(ranks):
@@ -189,9 +170,6 @@ def all_reduce(ranks: int, backend: str) -> None:
 
 
 def _join(rank: int, ranks: int, backend: str, store: Path) -> None:
-    import torch
-    import torch.distributed as dist
-
     if name := interface("127.0.0.1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # as the ranks of a run do
     device = "cpu"

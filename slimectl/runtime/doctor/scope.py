@@ -71,6 +71,10 @@ class Gpu:
         """Return the text of a field, or "" if the driver does not report it."""
         return (self.report.findtext(path) or "").strip()
 
+    def texts(self, fields: str) -> list[str]:
+        """Return the texts of all fields that have one of these names, separated by blanks."""
+        return [(field.text or "").strip() for name in fields.split() for field in self.report.findall(f".//{name}")]
+
     def number(self, path: str) -> float | None:
         """Return a field without its unit, or None if the driver does not report it."""
         first, *_ = self.text(path).split() or [""]
