@@ -185,6 +185,11 @@ def _routing_contradictions(settings: Settings) -> Iterator[str]:
             f"train.use_rollout_routing_replay: {settings.algorithm.name} does not train on sampled responses. Set it "
             f"to false."
         )
+    if settings.engine.router not in ("auto", "none"):
+        yield (
+            f"train.use_rollout_routing_replay and engine.router: {settings.engine.router} cannot be combined: "
+            "sglang-router 0.3.2 does not forward requests for experts. Drop engine.router."
+        )
     if settings.train.backend == "megatron" and settings.megatron.use_routing_replay:
         yield (
             "train.use_rollout_routing_replay and megatron.use_routing_replay cannot be combined: one replays the "

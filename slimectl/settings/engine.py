@@ -60,7 +60,7 @@ class EngineSettings(Section):
 
     router: Literal["auto", "none", "cache_aware", "round_robin", "random", "power_of_two"] = "auto"
     """Routing policy of sglang-router in front of several engines. `none` distributes requests without it. `auto` is
-    cache_aware for SGLang engines and none for others."""
+    cache_aware for SGLang engines, and none for others and with train.use_rollout_routing_replay."""
 
     middleware_paths: Texts = []
     """Paths of your own aiohttp middlewares for `slimectl serve` and for several embedded engines: async functions

@@ -121,6 +121,13 @@ def test_pipeline_stages_share_the_gpus_of_an_engine():
         specs_of(given(cluster={"rollout_num_gpus_per_engine": 4}, sglang={"args": {"pp_size": 3}}))
 
 
+def test_experts_are_asked_for_without_a_router():
+    replay = {"train": {"use_rollout_routing_replay": True}}
+    assert _router_policy(given(engine={"backend": "sglang", "num_engines": 3}, **replay)) is None
+    with pytest.raises(SettingsError, match=r"sglang-router 0\.3\.2 does not forward requests for experts"):
+        given(engine={"backend": "sglang", "num_engines": 3, "router": "random"}, **replay)
+
+
 def test_no_router_can_be_asked_for():
     settings = given(engine={"backend": "sglang", "num_engines": 3, "router": "none"})
     assert _router_policy(settings) is None

@@ -267,7 +267,9 @@ def _router_policy(settings: Settings) -> str | None:
     policy: str = settings.engine.router
     if policy == "auto":
         backend = engine_backend(settings)
-        policy = backend.default_router if len(_trained_specs(settings, Path("model"))) > 1 else "none"
+        forwards = not settings.train.use_rollout_routing_replay  # sglang-router 0.3.2 drops that field of a request
+        routes = forwards and len(_trained_specs(settings, Path("model"))) > 1
+        policy = backend.default_router if routes else "none"
     return None if policy == "none" else policy
 
 
