@@ -291,7 +291,7 @@ FAULTS = [
     Fault("kernel that does not run", result_of({"check": "linear attention", "problem": "ImportError: no triton"}),
           nothing, "warn", "ImportError: no triton. Only models such as Qwen3.5 need it", "constraints-gpu.txt"),
     Fault("slow GPU", result_of({"check": "GPU speed", "tflops": [690.0, 701.0, 410.0]}), nothing, "warn",
-          "GPU 2 is slow: 410 to 701 TFLOP/s", "sets the pace"),
+          "visible GPU 2 is slow: 410 to 701 TFLOP/s", "sets the pace"),
     Fault("ranks that cannot connect", all_reduce, variable("GLOO_SOCKET_IFNAME", "absent0"), "FAIL",
           "gloo, 2 processes", "Unset GLOO_SOCKET_IFNAME"),
     Fault("torch crashes", libraries.libraries, broken_torch, "FAIL", "cannot be imported: killed by SIGSEGV",
@@ -429,10 +429,27 @@ def test_versions_between_driver_and_torch(machine: GpuMachine, monkeypatch: pyt
     the version under another name."""
     case = Case(machine, monkeypatch)
     facts = {"version": "2.13.0", "cuda": "13.2", "error": "", "count": 2, "threads": 1, "nccl": "2.29.7"}
-    assert libraries._build(case.scope(), facts).status == "warn"
+    assert libraries._build(case.scope(), facts, 2).status == "warn"
     machine.change("<cuda_version>13.0</cuda_version>", "<cuda_umd_version>13.4</cuda_umd_version>")
-    result = libraries._build(case.scope(), facts)
+    result = libraries._build(case.scope(), facts, 2)
     assert (result.status, result.detail) == ("ok", "2.13.0 for CUDA 13.2, NCCL 2.29.7")
+
+
+def test_a_report_with_a_warning_after_it_is_read(machine: GpuMachine, monkeypatch: pytest.MonkeyPatch):
+    """nvidia-smi ends with code 14 if the infoROM of a GPU is damaged. Its report is whole."""
+    tool = machine.folder / "bin" / "nvidia-smi"
+    tool.write_text(tool.read_text() + "echo 'WARNING: infoROM is corrupted at gpu 0000:01:00.0'\nexit 14\n")
+    assert [result.status for result in gpus.driver(Case(machine, monkeypatch).scope())] == ["ok"]
+    tool.write_bytes(b"\x7fELF")
+    [result] = gpus.driver(Case(machine, monkeypatch).scope())
+    assert result.detail == f"{tool} cannot run: Exec format error"
+
+
+def test_a_run_on_the_cpu_needs_no_cuda(machine: GpuMachine, monkeypatch: pytest.MonkeyPatch):
+    case = Case(machine, monkeypatch)
+    case.torch(count=0)
+    case.settings["train"] = {"device": "cpu"}
+    assert next(libraries.libraries(case.scope())).status == "ok"
 
 
 def test_numbers_of_nvlinks_that_differ_are_a_warning(machine: GpuMachine):

@@ -101,7 +101,7 @@ class InstalledServer:
         package, number = next((name, number) for name, number in numbers if number is not None)
         failures = [f"{path} cannot import {module}: {reason}" for module, reason in failed.items()]
         if has_gpu and not count:
-            failures.append(f"{path} has torch {torch} (CUDA {cuda}), which sees no GPU")
+            failures.append(f"{path}: its torch {torch} sees no GPU. It needs a driver for CUDA {cuda}")
         text = f"{package} {number} with torch {torch}" + (f", CUDA {cuda}, {count} GPUs" if has_gpu else "")
         return Installation(text, failures, list(conflicts(package, paths, version, missing=has_gpu)), remedy)
 

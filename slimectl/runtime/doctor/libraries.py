@@ -68,13 +68,14 @@ def libraries(scope: Scope) -> Iterator[CheckResult]:
     if find_spec("torch") is None:
         yield info("torch", "not installed. To run models: pip install 'slimectl[torch]'")
         return
-    probe = Probe("kernels", str(len(scope.visible)))
+    expected = len(scope.visible) if scope.placement.on_gpu else 0
+    probe = Probe("kernels", str(expected))
     torch = probe.find("version")
     if torch is None:
         remedy = "Install it again: pip install --force-reinstall 'slimectl[torch]'"
         yield failure("torch", f"cannot be imported: {probe.ended}", remedy)
         return
-    build = _build(scope, torch)
+    build = _build(scope, torch, expected)
     yield build
     if build.fine is False:
         return
@@ -87,9 +88,9 @@ def libraries(scope: Scope) -> Iterator[CheckResult]:
         yield _all_reduce(ranks, str(torch["nccl"]))
 
 
-def _build(scope: Scope, torch: Mapping[str, Any]) -> CheckResult:
-    """Return whether torch can use the visible GPUs."""
-    name, expected, built = f"torch {torch['version']}", len(scope.visible), torch["cuda"]
+def _build(scope: Scope, torch: Mapping[str, Any], expected: int) -> CheckResult:
+    """Return whether torch can use the GPUs."""
+    name, built = f"torch {torch['version']}", torch["cuda"]
     if not expected:
         return passed("torch", f"{torch['version']}, {quantity(torch['threads'], 'thread')}")
     if built is None:
@@ -105,9 +106,8 @@ def _build(scope: Scope, torch: Mapping[str, Any]) -> CheckResult:
         remedy = _remedy(torch["error"], "Fix the findings about GPUs first. If there are none, reboot")
         return failure("torch", f"CUDA does not start: {torch['error']}", remedy)
     if torch["count"] < expected:
-        return failure(
-            "torch", f"{name} sees {torch['count']} of {expected} GPUs", "Look at `sudo dmesg | grep -i xid`"
-        )
+        text = f"{name} sees {torch['count']} of {expected} GPUs"
+        return failure("torch", text, "Look at `sudo dmesg | grep -i xid`")
     if supported and version > supported:
         remedy = "Kernels that are compiled at run time may fail. Install a newer driver"
         return warning("torch", f"{name} is for CUDA {built}, the driver for {limit}", remedy)
@@ -131,7 +131,7 @@ def _kernel(line: Mapping[str, Any]) -> CheckResult:
         text = f"{slowest:.0f} to {fastest:.0f} TFLOP/s in bfloat16"
         if slowest < SLOWEST_SHARE * fastest:
             remedy = "Check its clocks, temperature and other processes. It sets the pace of every step"
-            return warning(name, f"GPU {line['tflops'].index(slowest)} is slow: {text}", remedy)
+            return warning(name, f"visible GPU {line['tflops'].index(slowest)} is slow: {text}", remedy)
         return passed(name, text)
     if not line["error"] <= line["tolerance"]:
         remedy = "Do not train here. Update torch and the driver, then test the GPU with `dcgmi diag -r 3`"
@@ -160,7 +160,8 @@ def engine(scope: Scope) -> Iterator[CheckResult]:
     if settings.engine.url or find_spec("torch") is None:
         return
     try:
-        installation = builders.engine_backend(settings).examine(settings, has_gpu=bool(scope.visible))
+        has_gpu = bool(scope.visible) and settings.engine.device != "cpu"
+        installation = builders.engine_backend(settings).examine(settings, has_gpu=has_gpu)
     except SlimectlError as error:
         message, _, remedy = str(error).partition(". ")
         yield failure("engine", message, remedy.rstrip(".") or "Change that setting")

@@ -24,6 +24,11 @@ from slimectl.settings import Settings
 NVIDIA_SMI_S = 60.0
 """Maximum seconds of one call. Without persistence mode, the driver first initializes every GPU."""
 
+CORRUPT_INFOROM = 14
+"""Exit code of nvidia-smi with a whole report and a warning that a GPU's description of itself is damaged."""
+LONGEST = 300
+"""Maximum characters of a message of nvidia-smi."""
+
 
 class NvidiaSmiError(Exception):
     """nvidia-smi failed. The message is what it printed."""
@@ -33,11 +38,15 @@ def nvidia_smi(*arguments: str) -> str:
     """Return what nvidia-smi prints. Raises NvidiaSmiError, and FileNotFoundError without the tool."""
     if (tool := shutil.which("nvidia-smi")) is None:
         raise FileNotFoundError("nvidia-smi")
-    stdout, stderr, code = run_within([tool, *arguments], NVIDIA_SMI_S)
+    try:
+        stdout, stderr, code = run_within([tool, *arguments], NVIDIA_SMI_S)
+    except OSError as error:
+        raise NvidiaSmiError(f"{tool} cannot run: {error.strerror}") from None
     if code is None:
         raise NvidiaSmiError(f"nvidia-smi does not answer within {NVIDIA_SMI_S:.0f} s")
-    if code or not stdout.strip():
-        raise NvidiaSmiError(" ".join((stdout + stderr).split()) or f"nvidia-smi ends with exit code {code}")
+    if code not in (0, CORRUPT_INFOROM) or not stdout.strip():
+        message = " ".join((stdout + stderr).split())[:LONGEST]
+        raise NvidiaSmiError(message or f"nvidia-smi ends with exit code {code}")
     return stdout
 
 
@@ -53,8 +62,8 @@ def run_within(command: Sequence[str], limit_s: float) -> tuple[str, str, int | 
         stdout, stderr = child.communicate(timeout=limit_s)
         return stdout, stderr, child.returncode
     except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired, ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
             stdout, stderr = child.communicate(timeout=1)
             return stdout, stderr, None
     return "", "", None
@@ -100,9 +109,9 @@ class Scope:
         """The report of nvidia-smi. Raises NvidiaSmiError, and FileNotFoundError without the tool."""
         text = nvidia_smi("-q", "-x")
         try:
-            return ElementTree.fromstring(text)
+            return ElementTree.fromstring(text[: text.rfind(">") + 1])  # warnings may follow
         except ElementTree.ParseError:
-            raise NvidiaSmiError(" ".join(text.split())[:200]) from None
+            raise NvidiaSmiError(" ".join(text.split())[:LONGEST]) from None
 
     @cached_property
     def gpus(self) -> list[Gpu]:
