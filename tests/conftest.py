@@ -54,6 +54,9 @@ GROUPS = {
     "tests/checkpoints/test_gguf": "SmolLM2",
     "tests/engines/test_real_models.py": "SmolLM2",
     "tests/agents/test_clients.py": "SmolLM2",
+    "tests/launchers/test_slurm.py": "Slurm",
+    "tests/settings/test_effects.py": "settings",
+    "tests/viewer/test_page.py": "Chromium",
 }
 """Tests that share processes or a model, or take long, by how their path begins: one worker of pytest-xdist runs those
 of a group, before the others, so that no long file is left for one worker at the end."""
@@ -134,10 +137,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 @pytest.hookimpl(trylast=True)  # after the fixtures that have joined the cluster
-def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
-    """End the Ray cluster with the last of its tests: idle, it has 1 GB and a part of a core."""
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the Ray cluster with the last of its tests: idle, it has 1 GB and a part of a core.
+
+    After each file, exclude what runs have unfrozen from collections of garbage: each would take a second.
+    """
     if nextitem is None or scope_of(nextitem.nodeid) != "Ray":
         machines.stop()
+    if nextitem is None or nextitem.path != item.path:
+        gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
