@@ -362,6 +362,7 @@ def test_a_healthy_machine_has_no_finding(machine: GpuMachine, monkeypatch: pyte
         environment.network, environment.variables, host.memory, host.shared_memory,
     )  # fmt: skip
     details = {result.what: (result.status, result.detail) for check in cheap for result in check(case.scope())}
+    assert details.pop("free GPU memory") == ("-", "79.1 to 79.1 GiB")
     assert {status for status, _ in details.values()} == {"ok"}
     assert details["driver"][1] == "580.95.05, for CUDA up to 13.0"
     assert details["GPUs"][1] == "2 x NVIDIA H100 80GB HBM3"
@@ -402,7 +403,7 @@ def test_the_command_fails_with_remedies_and_warnings_do_not_fail(machine: GpuMa
     }.items()
     assert found["GPU modes"]["fine"] is None
     assert all(result["remedy"] for result in results if result["status"] in ("warn", "fail"))
-    assert found["GPU memory"]["group"] == "GPUs"
+    assert found["free GPU memory"]["group"] == "GPUs"
     assert f"{len(failed)} of {len(results)} checks failed: {', '.join(dict.fromkeys(failed))}" in done.stderr
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections import Counter
@@ -176,26 +175,26 @@ def visibility(scope: Scope) -> Iterator[CheckResult]:
 
 def memory(scope: Scope) -> Iterator[CheckResult]:
     """Check that no other process holds the memory of the GPUs."""
-    lowest = math.inf
+    free_gib: list[float] = []
     for gpu in scope.visible:
         total, used, free = (gpu.number(f"fb_memory_usage/{name}") for name in ("total", "used", "free"))
         if total is None or used is None or free is None:
             continue  # memory that GPU and CPU share
+        free_gib.append(free / 1024)
         if used <= USED_SHARE * total:
-            lowest = min(lowest, free / 1024)
             continue
-        names = [
+        holders = ", ".join(
             f"{process.findtext('process_name')} (pid {process.findtext('pid')}, {process.findtext('used_memory')})"
             for process in gpu.report.iter("process_info")
-        ]
-        text = f"GPU {gpu.index}: {free / 1024:.1f} of {total / 1024:.1f} GiB free, held by "
+        )
         remedy = "Stop these processes, or choose other GPUs with CUDA_VISIBLE_DEVICES"
-        if not names:
+        if not holders:
             remedy = "Find the process with `sudo fuser -v /dev/nvidia*`, or look in other containers"
-        text += ", ".join(names) or "no listed process"
-        yield (failure if free < FREE_SHARE * total else warning)("GPU memory", text, remedy)
-    if lowest < math.inf:
-        yield passed("GPU memory", f"{lowest:.1f} GiB free or more on the GPUs that are not in use")
+        text = f"GPU {gpu.index}: {free / 1024:.1f} of {total / 1024:.1f} GiB free"
+        result = failure if free < FREE_SHARE * total else warning
+        yield result("GPU memory", f"{text}, held by {holders or 'no listed process'}", remedy)
+    if free_gib:
+        yield info("free GPU memory", f"{min(free_gib):.1f} to {max(free_gib):.1f} GiB")
 
 
 def fields(scope: Scope) -> Iterator[CheckResult]:
