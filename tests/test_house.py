@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -64,3 +66,24 @@ def test_the_versions_for_gpus_are_inside_the_ranges_of_the_extras(file: str, en
             continue
         version = pins[requirement.name.replace("_", "-")]
         assert requirement.specifier.contains(version), f"{requirement.name} {version}: run .ci/gpu_constraints.py"
+
+
+COMMAND = re.compile(
+    r"slimectl (run|train|inspect|convert|rollout|score|view|eval|report|plan|engines|settings)\b[^`\n]*$"
+)
+PATHS = re.compile(r"(^|\.)(path|file|folder|run|model|source|target|out|directory)$|/")
+
+
+def test_commands_in_messages_quote_their_paths():
+    found = []
+    for file in sorted((ROOT / "slimectl").rglob("*.py")):
+        for text in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            before = ""
+            for part in text.values if isinstance(text, ast.JoinedStr) else ():
+                if isinstance(part, ast.FormattedValue):
+                    value = ast.unparse(part.value)
+                    if COMMAND.search(before) and PATHS.search(value) and "quote(" not in value:
+                        found.append(f"{file.relative_to(ROOT)}:{part.lineno}: {value}")
+                before += part.value if isinstance(part, ast.Constant) else "…"
+    # What migrate prints are paths of launch files, with the variables of their shell.
+    assert [line for line in found if not line.startswith("slimectl/migrate/")] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -90,7 +91,11 @@ def _check_weights(path: Path, stamps: tuple[tuple[str, int, int], ...]) -> None
     weights = HFWeights(path)
     for name, file, copy in weights.conflicts():
         listed = f". {INDEX} lists the first" if _weight_map(path).get(name) == file.name else ""
-        remedy = f"Make a clean copy: slimectl convert {path} DIR" if listed else "Download the model again"
+        remedy = (
+            f"Make a clean copy: slimectl convert {shlex.quote(str(path))} DIR"
+            if listed
+            else "Download the model again"
+        )
         raise CheckpointError(
             f"{path}: {name} comes twice, in {file.name} and {copy.name}, with different values{listed}. Programs read"
             f" different ones. {remedy}"
@@ -145,7 +150,7 @@ def shards(path: Path) -> list[Path]:
 
 def _other_layout(path: Path) -> str:
     """Return what a directory without safetensors is, and the remedy."""
-    convert = f"Convert it with `slimectl convert {path} DIR --to hf`."
+    convert = f"Convert it with `slimectl convert {shlex.quote(str(path))} DIR --to hf`."
     if (path / ".metadata").exists():
         return f"this is a torch_dist checkpoint. {convert}"
     if pickled_shards(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ def name_obstacle(forms: Mapping[str, TensorSpec], path: Path) -> str:
         return ""
     name, stored = renamed[0]
     wrapper = next((f" ({writer}'s prefix)" for prefix, writer in WRAPPERS.items() if prefix in stored), "")
-    return f"{stored}{wrapper} should be {name}. Rename the tensors: slimectl convert {path} DIR --to hf"
+    return (
+        f"{stored}{wrapper} should be {name}. Rename the tensors: slimectl convert {shlex.quote(str(path))} DIR --to hf"
+    )
 
 
 def adapter_obstacle(forms: Collection[str]) -> str:
@@ -63,7 +66,9 @@ def plain_obstacle(forms: Mapping[str, TensorSpec], config: Mapping[str, Any], p
 
 def _quantized(config: Mapping[str, Any], path: Path) -> str:
     method = config["quantization_config"].get("quant_method")
-    remedy = f"To train or sample them here, dequantize them: slimectl convert {path} DIR --dtype bfloat16"
+    remedy = (
+        f"To train or sample them here, dequantize them: slimectl convert {shlex.quote(str(path))} DIR --dtype bfloat16"
+    )
     try:
         scheme_of(config)
     except CheckpointError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -102,7 +103,7 @@ def _change(run: Path, request: EngineRequest, *, no_wait: bool) -> None:
     if no_wait:
         _check_active(run)
         ask(run, request)
-        stdio.note(f"requested. See: slimectl engines {run}")
+        stdio.note(f"requested. See: slimectl engines {shlex.quote(str(run))}")
         return
     _, reply = _answered(run, request)
     if reply.failed:
@@ -165,11 +166,13 @@ def _check_active(run: Path) -> None:
     if not is_run(run):
         raise SettingsError(f"{run}: is not the folder of a run. `slimectl runs` lists yours")
     if not _is_active(run):
-        raise SettingsError(f"{run}: the run is not active. Continue it with: slimectl run --resume {run}")
+        raise SettingsError(
+            f"{run}: the run is not active. Continue it with: slimectl run --resume {shlex.quote(str(run))}"
+        )
     if not resolve([from_file(run / RUN_TOML)]).settings.uses_servers:
         raise SettingsError(
             f"{run}: its only engine is in the process of the run, where none can join or leave. Stop it, and continue "
-            f"with servers: slimectl run --resume {run} --engines 2"
+            f"with servers: slimectl run --resume {shlex.quote(str(run))} --engines 2"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import shlex
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -74,13 +75,15 @@ def draw_runs(paths: Sequence[Path], file: Path, *, metrics: Sequence[str] = (),
     Raises SettingsError for paths without runs, unknown metrics and another suffix, and MissingExtraError.
     """
     if file.suffix.lower() not in FORMATS:
-        raise SettingsError(f"--plot {file}: give a file that ends in {' or '.join(FORMATS)}")
+        raise SettingsError(f"--plot {shlex.quote(str(file))}: give a file that ends in {' or '.join(FORMATS)}")
     if axis not in AXES:
         raise SettingsError(f"--axis: {axis!r:.40} is unknown. Choose one of {', '.join(AXES)}")
     library = Library(paths)
     if library.named_files or not library.runs:
         stranger = next(iter(library.named_files.values())).path if library.named_files else paths[0]
-        raise SettingsError(f"{stranger}: not a run. --plot draws runs: slimectl inspect runs/NAME --plot {file}")
+        raise SettingsError(
+            f"{stranger}: not a run. --plot draws runs: slimectl inspect runs/NAME --plot {shlex.quote(str(file))}"
+        )
     charts = charts_of(list(library.runs.values()), metrics=metrics, axis=axis)
     drawn = drawing(charts[:MAX_CHARTS], kind=FORMATS[file.suffix.lower()], axis=axis)
     with storage_errors(file):

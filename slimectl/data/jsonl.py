@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -104,8 +105,8 @@ def _sample_lines(source: str, skip: Report) -> Iterator[tuple[int, str, bytes]]
     """Yield (position, FILE:LINE, line) of the samples of a source. Damaged input is passed to `skip` and ends it."""
     if source.endswith(".pt"):
         raise RecordError(
-            f"{source}: this is a torch pickle. To read a rollout dump: slimectl convert {source} samples.jsonl "
-            f"--unpickle"
+            f"{source}: this is a torch pickle. To read a rollout dump: "
+            f"slimectl convert {shlex.quote(source)} samples.jsonl --unpickle"
         )
     path, part = split_slice(source)
     if part is not None and min(part.start or 0, part.stop or 0) < 0:

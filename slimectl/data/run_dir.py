@@ -248,7 +248,7 @@ class RunDir:
         if not signed and not ownership.is_older_run(self.path):
             raise SettingsError(
                 f"{self.path}: has a run.toml, but no manifest.json and no files of a run. Start a run with these "
-                f"settings elsewhere: slimectl run -c {self.path / 'run.toml'} -s run.name=ANOTHER"
+                f"settings elsewhere: slimectl run -c {shlex.quote(str(self.path / 'run.toml'))} -s run.name=ANOTHER"
             )
         ownership.refuse_links(self.path, "its run cannot continue", only=(*GROWING, MANIFEST))
         with storage_errors(self.path):

@@ -39,8 +39,13 @@ WARMUP_CHECK = 128
 def check_runnable(settings: Settings) -> None:
     """Check settings that only a whole run needs. Raises SettingsError before anything is loaded."""
     check_model(settings)
+    check_algorithm(settings)
     if not settings.rollout.data and settings.rollout.data_source_path is None:
         raise SettingsError("rollout.data: no prompts are given. Add --data FILE.")
+
+
+def check_algorithm(settings: Settings) -> None:
+    """Raise SettingsError if a run cannot give the algorithm what it needs."""
     if settings.algorithm.trains_on != "rollouts":
         kind = "demonstrations" if settings.algorithm.trains_on == "demonstrations" else "preferences or scored samples"
         raise SettingsError(

@@ -205,6 +205,13 @@ def _trainer(settings: Settings) -> str:
     return f"{trainer}; {settings.algorithm.name}, {where}"
 
 
+def _algorithm(settings: Settings) -> str:
+    from slimectl.runtime.initial_model import check_algorithm  # imports torch, which scoring does not need
+
+    check_algorithm(settings)
+    return settings.algorithm.name
+
+
 def _training(settings: Settings) -> str:
     return builders.check_training(settings) if is_readable(settings) else settings.train.backend
 
@@ -259,6 +266,7 @@ CHECKS: Mapping[str, Check] = {
     "data": _data,
     "reward": _reward,
     "hooks": _hooks,
+    "algorithm": _algorithm,
     "trainer": _trainer,
     "training": _training,
     "engine": _engine,
@@ -273,7 +281,8 @@ CHECKS: Mapping[str, Check] = {
 
 DATASETS = "datasets"
 OF_RUN = (
-    "model", "data", "reward", DATASETS, "hooks", "trainer", "engine", "executor", "trackers", "memory", "disk",
+    "model", "data", "reward", DATASETS, "hooks", "algorithm", "trainer", "engine", "executor", "trackers", "memory",
+    "disk",
 )  # fmt: skip
 """Checks of `slimectl run`."""
 

@@ -96,12 +96,12 @@ class SampledRounds:
 
     def reward_check(self, run: Path, rounds: int) -> str:
         """Return the commands that explain the rewards of the run's samples."""
-        file, samples, first = run / "run.toml", "samples.jsonl", ""
+        config, samples, first = shlex.quote(str(run / "run.toml")), "samples.jsonl", ""
         if self.settings.run.keep_samples:
-            samples = str(run / f"step_{rounds:06d}" / samples)
+            samples = shlex.quote(str(run / f"step_{rounds:06d}" / samples))
         else:
-            first = f"slimectl rollout -c {file} --model {run / 'latest'} -o {samples}, then "
-        return reward_check(samples, first=first, options=f" -c {file}")
+            first = f"slimectl rollout -c {config} --model {shlex.quote(str(run / 'latest'))} -o {samples}, then "
+        return reward_check(samples, first=first, options=f" -c {config}")
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -72,7 +73,7 @@ def from_document(path: Path, document: dict[str, Any]) -> Layer:
         if not isinstance(keys, dict):
             raise SettingsError(
                 f"{path}: {section}: settings belong in sections. Write [section] above `{section} = …`. Convert a"
-                f" file of another program with `slimectl settings from {path}`."
+                f" file of another program with `slimectl settings from {shlex.quote(str(path))}`."
             )
     return Layer(
         str(path), {section: {str(key): value for key, value in keys.items()} for section, keys in values.items()}

@@ -256,12 +256,12 @@ class RolloutSettings(Section):
     @field_validator("template_date", mode="before")
     @classmethod
     def _check_date(cls, value: Any) -> Any:
-        """Reject a text that is not a date."""
+        """Accept a date as a string or as a Python date."""
+        text = value.isoformat() if isinstance(value, datetime.date) else value
         try:
-            return datetime.date.fromisoformat(value).isoformat() if isinstance(value, str) else value
+            return datetime.date.fromisoformat(text).isoformat() if isinstance(text, str) else text
         except ValueError:
-            message = "{text} is not a date. Write it as YYYY-MM-DD."
-            raise PydanticCustomError("date", message, {"text": value}) from None
+            raise PydanticCustomError("date", "{text} is not a date. Write it as YYYY-MM-DD.", {"text": text}) from None
 
     @field_validator("env")
     @classmethod

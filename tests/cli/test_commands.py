@@ -135,7 +135,7 @@ def test_python_without_docstrings_is_refused_in_one_line():
 def test_dry_run_checks_everything_prints_what_differs_from_the_defaults_and_touches_nothing(workshop: Workshop):
     before = sorted(workshop.folder.rglob("*"))
     checks, _, settings = workshop.slimectl("run", "--dry-run", "-s", "train.lr=0.5").decode().partition("\n\n")
-    assert [line[:6].strip() for line in checks.splitlines()] == ["ok"] * 13
+    assert [line[:6].strip() for line in checks.splitlines()] == ["ok"] * 14
     assert re.search(r"model +\S+: llama, 2 layers, ", checks)
     assert re.search(r'data +prompts.jsonl: "say one", label "one"\n', checks)
     assert re.search(r"reward +reward.py:reward\n", checks)
@@ -152,7 +152,7 @@ def test_dry_run_finds_all_that_is_wrong_at_once(workshop: Workshop):
     out = workshop.slimectl("run", "--dry-run", *words, code=1)
     failed = [line.split()[1] for line in out.decode().splitlines() if line.startswith("FAIL")]
     assert failed == ["model", "data", "reward", "reward"]
-    assert workshop.stderr.endswith("slimectl: 4 of 13 checks failed: model, data, reward, reward of small\n")
+    assert workshop.stderr.endswith("slimectl: 4 of 14 checks failed: model, data, reward, reward of small\n")
 
 
 BOGUS = ["-s", "track.with=['jsonl']", "-s", "track.kwargs={jsonl={bogus=1}}"]
@@ -166,6 +166,8 @@ BOGUS = ["-s", "track.with=['jsonl']", "-s", "track.kwargs={jsonl={bogus=1}}"]
         (["train", "prompts.jsonl", "--algorithm", "sft", "--name", "a", *BOGUS], 2, "jsonl.bogus: no such argument"),
         (["eval", *BOGUS], 2, "track.kwargs.jsonl.bogus: no such argument"),
         (["score", "prompts.jsonl", "--reference", "nowhere"], 1, "nowhere: no such model directory"),
+        (["run", "-s", "algorithm.name=sft"], 2, "sft needs no rollouts. Use `slimectl train` on demonstrations."),
+        (["run", "-s", "rollout.n_samples_per_prompt=1"], 2, "rollout.n_samples_per_prompt: 1 gives groups of one"),
         (["serve", "-s", "engine.device=cuda"], 2, "device: cuda is requested, but torch sees no GPU"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import shlex
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -272,7 +273,7 @@ def _score_settings(library: Library, file: SamplesFile) -> Settings:
     if own := settings.score.own_functions:
         raise SettingsError(
             f"the reward is {', '.join(own)}, which a view does not run. Use "
-            f"slimectl score {file.path} -c {path} --explain"
+            f"slimectl score {shlex.quote(str(file.path))} -c {shlex.quote(str(path))} --explain"
         )
     worker = settings.score.model_copy(update={"workers": 1, "explain": True})
     return settings.model_copy(update={"score": worker})

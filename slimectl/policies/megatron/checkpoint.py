@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import queue
+import shlex
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -110,7 +111,7 @@ def load_torch_dist(
         line = first_line(cause)
         raise CheckpointError(
             f"{path}: cannot be resumed from as a torch_dist checkpoint ({line}). Convert its weights instead: slimectl"
-            f" convert {path} DIR --to hf"
+            f" convert {shlex.quote(str(path))} DIR --to hf"
         ) from error
     for name, chunk in _named_chunks(chunks):
         chunk.module.load_state_dict(loaded[name])

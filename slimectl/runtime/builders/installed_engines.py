@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -155,7 +156,7 @@ def _refuse_trainer_state(model: str | None) -> None:
         if (folder / name).exists():
             raise CheckpointError(
                 f"{folder / name}: written by an earlier version of slimectl next to the weights. vLLM would load it "
-                f"as weights. Copy the model without it: slimectl convert {folder} DIR --to hf"
+                f"as weights. Copy the model without it: slimectl convert {shlex.quote(str(folder))} DIR --to hf"
             )
 
 

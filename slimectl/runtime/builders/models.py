@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shlex
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,10 @@ def model_folder(path: str | None, *, setting: str = "model.path", verify: bool 
         remedy = remedies.get(setting, "Add --model DIR, a Hugging Face checkpoint directory.")
         raise SettingsError(f"{setting}: no model is given. {remedy}")
     folder = follow_links(Path(path))
-    if is_gguf(path):
-        raise CheckpointError(f"{path}: is a GGUF file. Convert it first: slimectl convert {path} DIR --to hf")
+    if is_gguf(path) and folder.exists():
+        raise CheckpointError(
+            f"{path}: is a GGUF file. Convert it first: slimectl convert {shlex.quote(path)} DIR --to hf"
+        )
     if not folder.exists():
         folder = hub_model(path) or folder
     if not folder.is_dir():

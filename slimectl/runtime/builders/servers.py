@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -367,7 +368,7 @@ def _converted(settings: Settings, model: Path, folder: str) -> Path:
     """Convert a torch_dist model into a temporary folder. Raises SettingsError if engines run on other machines."""
     from slimectl.checkpoints.conversion import convert_checkpoint
 
-    command, name = f"slimectl convert {model} DIR --to hf", settings.engine.backend
+    command, name = f"slimectl convert {shlex.quote(str(model))} DIR --to hf", settings.engine.backend
     if executor_backend(settings).spans_machines(settings):
         raise SettingsError(f"{model}: {name} cannot read torch_dist. Convert it: {command}")
     logger.info(f"converting {model}, because {name} cannot read torch_dist. To convert it only once: {command}")
