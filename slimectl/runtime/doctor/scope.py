@@ -62,11 +62,20 @@ def run_within(command: Sequence[str], limit_s: float) -> tuple[str, str, int | 
         stdout, stderr = child.communicate(timeout=limit_s)
         return stdout, stderr, child.returncode
     except subprocess.TimeoutExpired:
-        with suppress(subprocess.TimeoutExpired, ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+        _kill(child)
+        with suppress(subprocess.TimeoutExpired):
             stdout, stderr = child.communicate(timeout=1)
             return stdout, stderr, None
+    except BaseException:  # Ctrl-C does not reach the child's session
+        _kill(child)
+        raise
     return "", "", None
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    """Kill a process and those that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
