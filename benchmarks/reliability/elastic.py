@@ -7,7 +7,8 @@ are drawn from the seed until engines have joined and left `--changes` times in 
 its round, and the same number of rounds is run again without events. The run has survived if
 
 - every round has its line in metrics.jsonl and perf.jsonl, with the weight version of the undisturbed run,
-- every (group, index) of the undisturbed run's sample files is there once, in a round of the same size,
+- every (group, index) of the undisturbed run's sample files is there once, in a round of the same size (if sampling runs
+  ahead, groups end in another order: every group is there whole and once, except the last ones in flight),
 - no sample is older than run.async_level allows, or failed,
 - the first request of every engine found weights that are as new as those of any engine asked before it,
 - no process is left.
@@ -209,10 +210,15 @@ def faults(disturbed: Path, whole: Path, level: int) -> Iterator[str]:
     )
     if doubled := [id for id, count in ids.items() if count > 1]:
         yield f"samples counted twice: {doubled[:5]}"
-    # Rounds in flight end in another order, so the last ones may have other groups.
-    beyond = level * 4 * 4
-    if len(ids.keys() - expected_ids.keys()) > beyond or (not level and ids != expected_ids):
+    if not level and ids != expected_ids:
         yield f"other samples: {sorted(ids.keys() ^ expected_ids.keys())[:5]}"
+    sizes = Counter(group for group, _ in ids)
+    if torn := [group for group, size in sizes.items() if size != 4]:
+        yield f"groups have other sizes: {torn[:5]}"
+    # Sampling ahead, groups end in another order, so the last ones may still be in flight when the run ends.
+    in_flight = 4 * (level + 2) if level else 0
+    if lost := [group for group in range(max(sizes) - in_flight) if group not in sizes]:
+        yield f"groups are lost: {lost[:5]}"
     for number, each in rounds.items():
         for sample in each:
             if sample["status"] not in ("completed", "truncated"):
@@ -223,8 +229,13 @@ def faults(disturbed: Path, whole: Path, level: int) -> Iterator[str]:
     versions = [(line["step"], line["weight_version"]) for line in steps(disturbed)]
     if versions != [(line["step"], line["weight_version"]) for line in steps(whole)]:
         yield "steps or weight versions differ"
-    if [line["metrics"].keys() for line in steps(disturbed)] != [line["metrics"].keys() for line in steps(whole)]:
+    names, expected_names = ([line["metrics"].keys() for line in steps(run)] for run in (disturbed, whole))
+    if not level and names != expected_names:
         yield "metrics of some steps have other names"
+    # Some metrics depend on the samples, which depend on the moment when sampling runs ahead.
+    always = set.intersection(*map(set, expected_names))
+    if missing := sorted({name for step in names for name in always - step}):
+        yield f"metrics are missing in some steps: {missing[:5]}"
     perf = [line for line in lines(disturbed / "perf.jsonl") if "perf/engines" in line["metrics"]]
     if len(perf) != len(rounds):
         yield f"perf.jsonl has {len(perf)} of {len(rounds)} rounds"
@@ -249,9 +260,12 @@ def stale_first_requests(file: Path) -> tuple[int, list[str]]:
     return len({line["pid"] for line in requests}), wrong
 
 
-def differences(disturbed: Path, whole: Path) -> str:
-    """Describe how far metrics and tokens of two runs differ."""
+def differences(disturbed: Path, whole: Path, level: int) -> str:
+    """Describe how far metrics and tokens of two runs differ. If sampling runs ahead, tokens depend on the moment."""
     one, other = steps(disturbed), steps(whole)
+    if level:
+        means = [sum(line["metrics"]["rollout/raw_reward"] for line in each) / len(each) for each in (one, other)]
+        return f"mean reward {means[0]:.4f}, undisturbed {means[1]:.4f}"
     equal = (disturbed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     largest: dict[str, float] = {}
     for a, b in zip(one, other, strict=True):
@@ -311,7 +325,7 @@ def attack(workshop: Workshop, mode: str, seed: int, changes: int, campaign: Cam
         events = ", ".join(f"{number} {event}" for event, number in run.done.items())
         print(
             f"{mode}: {count} rounds in {duration_s:.0f} s, {joins} joins and {leaves} leaves ({events}), {engines} "
-            f"engine processes asked. {differences(run.folder, undisturbed.folder)}",
+            f"engine processes asked. {differences(run.folder, undisturbed.folder, level)}",
             flush=True,
         )
     wrong += left_behind(workshop.folder)
