@@ -7,8 +7,8 @@ are drawn from the seed until engines have joined and left `--changes` times in 
 its round, and the same number of rounds is run again without events. The run has survived if
 
 - every round has its line in metrics.jsonl and perf.jsonl, with the weight version of the undisturbed run,
-- every (group, index) of the undisturbed run's sample files is there once, in a round of the same size (if sampling runs
-  ahead, groups end in another order: every group is there whole and once, except the last ones in flight),
+- every (group, index) of the undisturbed run's sample files is there once, in a round of the same size (if sampling
+  runs ahead, groups end in another order: each is there whole and once, except the last ones in flight),
 - no sample is older than run.async_level allows, or failed,
 - the first request of every engine found weights that are as new as those of any engine asked before it,
 - no process is left.
