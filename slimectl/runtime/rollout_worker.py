@@ -132,9 +132,11 @@ class RolloutWorker:
         """Load new weights into the embedded engine."""
         self.engine.load_weights(tensors, version=version)
 
-    def set_urls(self, addresses: Sequence[str], workers: Sequence[str], leaving: Sequence[str]) -> None:
+    def set_urls(
+        self, addresses: Sequence[str], workers: Sequence[str], leaving: Sequence[str], numbers: Mapping[str, int]
+    ) -> None:
         """Set the addresses of the servers after one of them joined, left, died or was restarted."""
-        self.engine.set_urls(addresses, workers, leaving)
+        self.engine.set_urls(addresses, workers, leaving, numbers)
 
     def in_flight(self) -> dict[str, int]:
         """Return the number of requests in flight by address."""
@@ -224,10 +226,12 @@ class RolloutService:
             if transport.policy.weight_version == version:
                 return version
 
-    def _announce(self, addresses: Sequence[str], workers: Sequence[str], leaving: Sequence[str]) -> None:
+    def _announce(
+        self, addresses: Sequence[str], workers: Sequence[str], leaving: Sequence[str], numbers: Mapping[str, int]
+    ) -> None:
         assert self._workers is not None
         self._workers.set_urls(workers)
-        self.sampler.set_urls(addresses, workers, leaving)
+        self.sampler.set_urls(addresses, workers, leaving, numbers)
 
     def _in_flight(self, urls: Sequence[str]) -> Mapping[str, int]:
         """Return the number of requests at each server. A router does not report them, but its servers do."""

@@ -34,7 +34,7 @@ class Scene:
 
     def __init__(self, folder: Path, logs: Path, **options: Any) -> None:
         self.folder = folder
-        self.servers = [serving.serve(folder, logs / str(i)) for i in range(2)]
+        self.servers = [serving.serve(folder, logs / str(i)) for i in range(3)]
         self.announced: list[list[str]] = []
         self.restored: list[str] = []
         self.engine: HttpEngine = serving.client([], folder)
@@ -45,9 +45,9 @@ class Scene:
         self.fleet.start()
         self.push(self.fleet.urls, version="3")
 
-    def announce(self, addresses: Any, workers: Any, leaving: Any) -> None:
+    def announce(self, addresses: Any, *more: Any) -> None:
         self.announced.append(list(addresses))
-        self.engine.set_urls(addresses, workers, leaving)
+        self.engine.set_urls(addresses, *more)
 
     def restore(self, url: str) -> str:
         assert all(url not in addresses for addresses in self.announced)
@@ -145,11 +145,38 @@ def test_a_server_is_not_looked_at_while_weights_change(at: Scene):
     assert at.fleet.restarts == before
 
 
+def test_requests_move_while_engines_join_and_leave(at: Scene, undisturbed: list[list[int]]):
+    """One joins in mid-answer, one leaves after its answers, and one at once."""
+
+    async def changed() -> tuple[list[Completion], list[int]]:
+        under_way = [asyncio.create_task(at.ask())]
+        joined = await asyncio.to_thread(at.fleet.add)
+        assert joined.number == 2
+        while not under_way[-1].done() and joined.url not in at.engine.in_flight():
+            under_way.append(asyncio.create_task(at.ask()))
+            await asyncio.sleep(0.05)
+        moved = [await asyncio.to_thread(at.fleet.remove, 0, drain_s=60)]
+        under_way.append(asyncio.create_task(at.ask()))
+        await asyncio.sleep(0.05)
+        moved += [await asyncio.to_thread(at.fleet.remove, 2, drain_s=0)]
+        return [answer for task in under_way for answer in await task], moved
+
+    at.fleet.in_flight = lambda urls: at.engine.in_flight()
+    completions, moved = asyncio.run(changed())
+    assert [completion.tokens for completion in completions] == undisturbed * (len(completions) // len(PROMPTS))
+    assert {tuple(completion.weight_versions) for completion in completions} == {("3",)}
+    assert moved[0] == 0
+    assert moved[1] > 0
+    assert [at.servers[i].alive() for i in range(3)] == [False, True, False]
+    at.fleet._numbers = iter([0])
+    at.fleet.add()  # back to two
+
+
 def test_when_no_restart_is_left_whoever_waits_hears_of_it(at: Scene):
     while at.fleet.restarts < RESTARTS:  # where this test runs alone
         strike(at.servers[0], signal.SIGKILL)
         at.fleet.settle()
-    for server in at.servers:
+    for server in at.servers[:2]:
         strike(server, signal.SIGKILL)
     words = rf"engine \d at http://.* died \(killed; out of memory\?.*\), and all {RESTARTS} restarts have been used"
     with pytest.raises(BackendError, match=words):

@@ -59,6 +59,7 @@ class HttpEngine:
         """Called with every server that failed, so that its monitor checks it at once."""
 
         self._urls, self._workers, self._leaving = list(urls), list(workers or urls), list[str]()
+        self._numbers: Mapping[str, int] | None = None
         self.addresses = list(urls)
         """The latest request addresses. The list object stays the same."""
         self.generated_tokens = 0
@@ -106,14 +107,20 @@ class HttpEngine:
             await asyncio.wrap_future(self._background.submit(self._close_dispatch()))
             self._background.stop()
 
-    def set_urls(self, urls: Sequence[str], workers: Sequence[str] | None = None, leaving: Sequence[str] = ()) -> None:
-        """Replace the servers.
+    def set_urls(
+        self,
+        urls: Sequence[str],
+        workers: Sequence[str] | None = None,
+        leaving: Sequence[str] = (),
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:
+        """Replace the servers. `numbers` are those of the engines.
 
         Waiting requests go to the new ones. With an empty list, requests wait for the next call. Requests on servers
         that are `leaving` may finish there.
         """
         self._urls, self._workers = list(urls), list(urls if workers is None else workers)
-        self._leaving = list(leaving)
+        self._leaving, self._numbers = list(leaving), numbers
         self.addresses[:] = urls or self.addresses
         if self._background.runs:
             self._background.submit(self._announce()).result()
@@ -168,7 +175,7 @@ class HttpEngine:
 
     async def _announce(self) -> None:
         if self._dispatch is not None:
-            self._dispatch.announce(self._urls, self._leaving)
+            self._dispatch.announce(self._urls, self._leaving, self._numbers)
             if self._failure is not None:
                 self._dispatch.balance.fail(self._failure)
 

@@ -36,6 +36,7 @@ class LoadBalancer:
     def __init__(self, urls: Sequence[str], *, concurrency: int, affinity: bool) -> None:
         self._concurrency, self._affinity = concurrency, affinity
         self._urls = tuple(urls)
+        self._numbers: Mapping[str, int] = {url: number for number, url in enumerate(urls)}
         self._in_flight: Counter[str] = Counter()
         self._cooldown_until: dict[str, float] = {}
         self._url_by_key: OrderedDict[int, str] = OrderedDict()
@@ -62,10 +63,12 @@ class LoadBalancer:
         self._cooldown_until[url] = time.monotonic() + COOLDOWN_S if failed else 0.0
         self._changed.set()
 
-    def announce(self, urls: Sequence[str]) -> None:
-        """Replace the servers."""
+    def announce(self, urls: Sequence[str], numbers: Mapping[str, int] | None = None) -> None:
+        """Replace the servers. `numbers` are the engines' own."""
         self._urls = tuple(urls)
+        self._numbers = numbers or {url: number for number, url in enumerate(urls)}
         self._cooldown_until.clear()
+        self._url_by_key.clear()  # or a new server would get only keys that no other one has had
         self._changed.set()
 
     def in_flight(self) -> dict[str, int]:
@@ -76,8 +79,8 @@ class LoadBalancer:
         return url in self._urls
 
     def number(self, url: str) -> int:
-        """Return the number of a server among the current ones, or 0 if it is gone."""
-        return self._urls.index(url) if url in self._urls else 0
+        """Return the number of a server, or 0 if it is gone or a router."""
+        return self._numbers.get(url, 0)
 
     def fail(self, error: BaseException) -> None:
         """Fail all waiting and future `acquire` calls, because no server will come back."""
@@ -195,13 +198,15 @@ class Dispatch:
         requests = self._api.abort_requests(ids)
         await asyncio.gather(*(_post(url, path, body, self._options.keys) for path, body in requests))
 
-    def announce(self, urls: Sequence[str], leaving: Sequence[str] = ()) -> None:
-        """Replace the servers.
+    def announce(
+        self, urls: Sequence[str], leaving: Sequence[str] = (), numbers: Mapping[str, int] | None = None
+    ) -> None:
+        """Replace the servers, which have these numbers.
 
         Requests on removed servers are retried, because a lost machine does not report errors. Those on servers that
         are `leaving` may finish.
         """
-        self.balance.announce(urls)
+        self.balance.announce(urls, numbers)
         for url, limit in self._asking.values():
             if url not in urls and url not in leaving and not limit.expired():
                 limit.reschedule(asyncio.get_running_loop().time())

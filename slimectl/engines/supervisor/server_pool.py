@@ -26,7 +26,7 @@ from slimectl.errors import BackendError
 from slimectl.system.event_loop import run_coroutine
 from slimectl.system.stdio import logger, quantity
 
-Announce = Callable[[Sequence[str], Sequence[str], Sequence[str]], None]
+Announce = Callable[[Sequence[str], Sequence[str], Sequence[str], Mapping[str, int]], None]
 
 LOOK_S = 1.0
 """Seconds between checks that processes are alive. /health is requested every `interval_s`."""
@@ -86,11 +86,11 @@ class WatchOptions:
 class ServerPool:
     """A pool of `count` servers from `make(i)`, behind an optional `router` (`kinds[i]`: registration options).
 
-    Set its callbacks before `start`. `announce(addresses, workers, leaving)` is called whenever the request addresses
-    change. Requests on servers that are leaving may finish there. A new or restarted server is included only after
-    `restore(url)` has pushed the current weights to it. It returns their version. `failed` is called with the final
-    error if a server dies after all restarts have been used. `in_flight(urls)` returns the number of requests at each
-    server. `release(i)` frees the place of a server that has left.
+    Set its callbacks before `start`. `announce(addresses, workers, leaving, numbers)` is called whenever the request
+    addresses change. Requests on servers that are leaving may finish there. A new or restarted server is included only
+    after `restore(url)` has pushed the current weights to it. It returns their version. `failed` is called with the
+    final error if a server dies after all restarts have been used. `in_flight(urls)` returns the number of requests at
+    each server. `release(i)` frees the place of a server that has left.
     """
 
     announce: Announce | None = None
@@ -429,4 +429,5 @@ class ServerPool:
 
     def announce_change(self) -> None:
         if self.announce is not None and not self._closing.is_set():
-            self.announce(self.addresses, self.urls, [member.url for member in self._members if member.leaves])
+            leaving = [member.url for member in self._members if member.leaves]
+            self.announce(self.addresses, self.urls, leaving, {member.url: member.number for member in self._members})

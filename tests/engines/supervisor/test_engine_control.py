@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ class Scene:
         self.note("restored", url)
         return "7"
 
-    def announce(self, addresses: Sequence[str], workers: Sequence[str], leaving: Sequence[str]) -> None:
+    def announce(self, addresses: Any, workers: Any, leaving: Any, numbers: dict[str, int]) -> None:
+        self.numbers = numbers
         self.note("announced", (list(workers), list(leaving)))
 
     def check(self, url: str | None) -> None:
@@ -109,6 +110,7 @@ def test_an_engine_joins_with_weights_and_leaves_after_its_requests(scene: Scene
     assert scene.events[-2:] == [("announced", ([second, third], [])), ("released", 0)]
     assert not scene.servers[0].alive()
     assert [row[0] for row in scene.rows()] == [1, 2]
+    assert scene.numbers == {second: 1, third: 2}
 
 
 def test_requests_move_when_their_time_is_over_and_numbers_are_not_used_again(scene: Scene):
