@@ -124,7 +124,7 @@ class ServerPool:
         self._changing = threading.RLock()
         self._check_now, self._closing = threading.Event(), threading.Event()
         self._repairs: list[threading.Thread] = []
-        self._joining: list[threading.Thread] = []
+        self._joining: set[threading.Thread] = set()
         self._monitor: threading.Thread | None = None
 
     def _member(self, server: Server) -> Member:
@@ -220,7 +220,7 @@ class ServerPool:
 
         Raises BackendError if it cannot start or get the weights. Nothing is left of it then.
         """
-        self._joining = [*filter(threading.Thread.is_alive, self._joining), threading.current_thread()]
+        self._joining.add(threading.current_thread())
         with self._changing:
             member = self._member(RunningServer(url) if url else RunningServer(""))
             self._members.append(member)
@@ -232,6 +232,8 @@ class ServerPool:
         except BaseException:
             self._dismiss(member)
             raise
+        finally:
+            self._joining.discard(threading.current_thread())
         logger.info(f"engine {member.number} joined at {member.url} with weights {member.weight_version}")
         return member
 
