@@ -88,6 +88,21 @@ class LaunchSettings(Section):
     """Fields of every Kubernetes pod's spec, which replace those of the job, e.g. {serviceAccountName = "trainer",
     hostNetwork = true}."""
 
+    @field_validator("env")
+    @classmethod
+    def _check_env(cls, names: list[str]) -> list[str]:
+        if not all(name.isidentifier() for name in names):
+            raise PydanticCustomError("env", "list names of variables, without their values")
+        return names
+
+    @field_validator("pod")
+    @classmethod
+    def _check_pod(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Reject the parts of a pod without which the job cannot run."""
+        if own := fields.keys() & {"containers", "volumes"}:
+            raise PydanticCustomError("pod", "{part} of the pod are the job's own", {"part": min(own)})
+        return fields
+
     @field_validator("time_limit")
     @classmethod
     def _check_time_limit(cls, text: str) -> str:

@@ -169,6 +169,8 @@ def test_a_skypilot_task_keeps_its_runs_in_the_bucket():
             ("../mine.toml", "--on", "skypilot"),
             "../mine.toml: the job has only the files of this folder. Copy the file here.",
         ),
+        ((TWO, "-s", "launch.pod={containers=[]}"), "launch.pod: containers of the pod are the job's own"),
+        ((TWO, "-s", 'launch.env=["HF_TOKEN=abc"]'), "launch.env: list names of variables, without their values"),
         ((TWO, "--submit", "-s", "launch.gpu_memory_gib=16"), "the run does not fit into 16 GiB per GPU"),
         (("qwen3-8b-8xh10",), "Did you mean qwen3-8b-8xh100?"),
     ],
