@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -104,7 +105,10 @@ def _import(module_path: str, setting: str) -> Any:
         if not is_users(error):
             raise
         place = _innermost_frame(error)
-        raise HookError(f"{setting}: importing {module_path} failed: {in_one_line(error)}{place}") from error
+        hint = ""
+        if module_path.endswith(".py") and "relative import" in str(error):
+            hint = f". Name it as a module, as in {module_path.removesuffix('.py').replace('/', '.')}"
+        raise HookError(f"{setting}: importing {module_path} failed: {in_one_line(error)}{place}{hint}") from error
 
 
 def _innermost_frame(error: BaseException) -> str:
@@ -178,12 +182,12 @@ class Hook:
         self._other_names = other_names
         self.function = load_callable(path, setting=setting) if function is None else function
         parameters = _parameters(self.function, f"{setting}: {path}")
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        self._positional = tuple(p.name for p in named if p.kind is p.POSITIONAL_ONLY)
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.wanted = tuple(p.name for p in named)
         self.required = tuple(p.name for p in named if p.default is p.empty)
         unknown = [name for name in self.required if other_names.get(name, name) not in offers and not takes_data]
-        unknown += [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
         if unknown:
             raise HookError(
                 f"{setting}: {path} asks for {', '.join(unknown)}. Functions of this setting can ask for "
@@ -213,7 +217,9 @@ class Hook:
         """Call the function and let its exceptions pass unchanged."""
         names = {name: name if name in arguments else self._other_names.get(name, name) for name in self.wanted}
         accepted = {name: arguments[ours] for name, ours in names.items() if ours in arguments}
-        return self.function(**(dict(arguments) | accepted if self._takes_all else accepted))
+        keywords = dict(arguments) | accepted if self._takes_all else accepted
+        positional = [keywords.pop(name) for name in takewhile(keywords.__contains__, self._positional)]
+        return self.function(*positional, **keywords)
 
     def attempt(self, arguments: Mapping[str, Any]) -> Any:
         """Call the function. Subclasses of Exception pass unchanged, others (SystemExit) are raised as HookError."""

@@ -27,6 +27,18 @@ def test_a_hook_gets_only_what_it_asks_for(tmp_path: Path):
     assert found({"args": 0, "settings": 0, "sample": 41}) == 42
 
 
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        ("def f(sample, /, settings=7): return (sample, settings)", (41, 0)),
+        ("def f(sample, other=7, /, **kwargs): return (sample, other, sorted(kwargs))", (41, 7, ["args", "settings"])),
+    ],
+)
+def test_positional_only_parameters_get_the_argument_of_their_name(tmp_path: Path, text: str, result: object):
+    found = hook(tmp_path, text)
+    assert found({"args": 1, "settings": 0, "sample": 41}) == result
+
+
 def test_the_older_shape_with_args_first_works_too(tmp_path: Path):
     found = hook(tmp_path, "def f(args, sample, **kwargs): return (args, sample, sorted(kwargs))")
     assert found({"args": 1, "settings": 2, "sample": 3}) == (1, 3, ["settings"])
@@ -38,6 +50,7 @@ def test_the_older_shape_with_args_first_works_too(tmp_path: Path):
         ("def f(sampel): pass", "f", "asks for sampel. Functions of this setting can ask for args, settings, sample"),
         ("x = 1", "f", "has no such name: f"),
         ("f = 3", "f", r"f is int 3\. Give a function\."),
+        ("from .other import x", "f", r"with no known parent package \(hooks_.*py:1\). Name it as a module, as in "),
         ("import sys\nimport no_such_package_at_all", "f", r"ModuleNotFoundError: .* \(hooks_.*py:2\)$"),
     ],
 )
