@@ -56,9 +56,9 @@ class SyncSettings(Section):
 
     transport: Literal["auto", "in_process", "disk", "tensor", "distributed", "delta"] = "auto"
     """How weights reach the engines. in_process: an engine in the trainer's process. disk: a checkpoint that servers
-    read. tensor: shared memory or CUDA IPC on one machine. distributed: broadcast by gloo or nccl. delta: changed bytes
-    over disk. auto: in_process, else tensor on one machine, else distributed. To SGLang on a CPU, auto never uses
-    tensor, because SGLang receives it as text."""
+    read. tensor: shared memory on one machine, or CUDA IPC to SGLang on the trainer's GPUs. distributed: broadcast by
+    gloo or nccl. delta: changed bytes over disk. auto: in_process, else tensor on the trainer's GPUs or through shared
+    memory, else distributed."""
 
     lora: Literal["auto", "adapter", "merged"] = "auto"
     """How LoRA updates reach the servers. adapter: servers merge it into their base model. merged: the trainer sends

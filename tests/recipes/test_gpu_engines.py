@@ -27,6 +27,7 @@ from slimectl.planner.placement import Placement
 from slimectl.runtime import builders
 from slimectl.runtime.builders.engines import engine_backend
 from slimectl.runtime.builders.executors import executor_backend
+from slimectl.runtime.builders.weight_sync import check_transport
 from slimectl.runtime.stage_functions import load_settings
 
 ONE_GPU = ("qwen3-1.7b-lora-24gb", "qwen3-1.7b-h100", "qwen3-8b-lora-h100")
@@ -123,6 +124,14 @@ def test_engines_on_the_trainers_gpus_get_weights_from_the_rank_there(
             SettingsError, match=r"no training rank shares the GPU of the engine at http://10\.0\.0\.99:1"
         ):
             sync.rank_of("http://10.0.0.99:1")
+
+
+@pytest.mark.parametrize(("name", "transport"), [(SHARED, "distributed"), (APART, "tensor")])
+def test_a_transport_that_cannot_work_between_these_gpus_is_refused(name: str, transport: str, machine: Machine):
+    check_transport(load_settings(name, {"sync.transport": transport}))  # on a CPU
+    machine(EIGHT)
+    with pytest.raises(SettingsError, match=f"sync.transport: {transport}, but (nccl|SGLang)"):
+        check_transport(load_settings(name, {"sync.transport": transport}))
 
 
 RESOLVE = """

@@ -27,6 +27,7 @@ from slimectl.runtime.builders.models import device, served_model, tokenizer
 from slimectl.runtime.builders.weight_sync import (
     LOCAL,
     adapter_obstacle,
+    check_transport,
     keyed,
     needs_shared_memory,
     pushed_precision,
@@ -62,6 +63,8 @@ def check_engine(settings: Settings) -> None:
         pushed_precision(settings, served_model(settings.engine, Path()))  # raises
     if settings.train.lora_rank is not None and settings.uses_servers:
         adapter_obstacle(settings)  # raises
+    if settings.uses_servers:
+        check_transport(settings)
     if settings.engine.url:
         return
     backend = engine_backend(settings)

@@ -112,6 +112,22 @@ def to_servers(
     return VerifiedSync(transport, folder=files, write=write, dtype=dtype)
 
 
+def check_transport(settings: Settings) -> None:
+    """Raise SettingsError for a sync.transport that cannot reach the engines from GPUs."""
+    transport, shares = settings.sync.transport, _shares_gpus(settings)
+    if transport == "distributed" and shares:
+        raise SettingsError(
+            "sync.transport: distributed, but nccl does not connect engines to a trainer on the same GPUs. Drop it."
+        )
+    on_gpu = device(settings.train.device) == device(settings.engine.device) == "cuda"
+    whole = settings.train.lora_rank is None or settings.sync.lora == "merged"
+    if transport == "tensor" and on_gpu and whole and not shares and settings.engine.backend == "sglang":
+        raise SettingsError(
+            "sync.transport: tensor, but SGLang can open only memory of its own GPUs, which the trainer does not share."
+            " Drop it, or set cluster.colocate = true."
+        )
+
+
 def _shares_gpus(settings: Settings) -> bool:
     """Return whether engines are on GPUs of the trainer. NCCL refuses to broadcast between processes of one GPU."""
     import torch
