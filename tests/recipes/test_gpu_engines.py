@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
 import subprocess
 from collections.abc import Callable
 from contextlib import closing
@@ -19,6 +21,7 @@ from executors.ray_cases import http_server
 
 from slimectl.architectures import cards
 from slimectl.architectures.config import with_defaults
+from slimectl.engines.sglang import weight_client
 from slimectl.engines.weight_sync.distributed import DistributedSync
 from slimectl.engines.weight_sync.memory import TensorSync
 from slimectl.errors import BackendError, SettingsError
@@ -139,24 +142,43 @@ import json, os, sys, types
 import torch
 import sglang.srt.arg_groups.pipeline, sglang.srt.configs.model_config, sglang.srt.layers.quantization
 from sglang.srt.server_args import prepare_server_args
+from sglang.srt.utils import MultiprocessingSerializer
 gpu = types.SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=85 * 10**9, uuid="GPU-0")
 torch.version.cuda, torch.cuda.is_available, torch.cuda.device_count = "13.0", lambda: True, lambda: 8
 torch.cuda.get_device_capability, torch.cuda.current_device = lambda *_: (9, 0), lambda: 0
 torch.cuda.get_device_properties, torch.cuda.get_device_name = lambda *_: gpu, lambda *_: gpu.name
 torch.cuda.mem_get_info = lambda *_: (84 * 10**9, 85 * 10**9)
-for words, environment in json.load(sys.stdin):
+given = json.load(sys.stdin)
+for words, environment in given["lines"]:
     os.environ.update(environment)
     arguments = prepare_server_args(words)
     arguments.resolve_once()
     arguments.check_server_args()
     print("resolved", json.dumps({name: arguments.resolved_dict()[name] for name in sys.argv[1:]}))
+from torch.multiprocessing import reductions
+reductions.rebuild_cuda_tensor = lambda *arguments: arguments
+message = MultiprocessingSerializer.deserialize(given["message"])
+print("opened", json.dumps([str(message["flattened_tensor"][6]), [at.name for at in message["metadata"]]]))
 """
-"""Resolves command lines as SGLang does when it starts on an H100, without one."""
+"""Resolves command lines as SGLang does when it starts on an H100, without one, and reads a message of weights."""
+
+
+def message_on_gpu(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A message for SGLang with the handle of a tensor on GPU-3. Only CUDA's own part of the handle is missing."""
+    handle = (torch.Tensor, (4,), (1,), 0, torch.UntypedStorage, torch.uint8, 3, b"h", 4, 0, False, b"r", 0, b"e", True)
+    rebuild = torch.multiprocessing.reductions.rebuild_cuda_tensor
+    monkeypatch.setattr(torch.multiprocessing.reductions, "reduce_tensor", lambda _: (rebuild, handle))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Mock(uuid=f"GPU-{index}"))
+    flat, places = weight_client.flatten([("a", torch.zeros(1))])
+    data = pickle.dumps({"flattened_tensor": weight_client._Handle(flat), "metadata": places})
+    return base64.b64encode(data).decode()
 
 
 @pytest.mark.slow
 @pytest.mark.sglang
-def test_sglang_resolves_the_flags_of_every_recipe_for_a_gpu(machine: Machine, tmp_path: Path):
+def test_sglang_resolves_the_flags_of_every_recipe_for_a_gpu_and_opens_a_message(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     machine(EIGHT)
     python, lines = serving.python_of("sglang"), []
     for name in ALL:
@@ -169,9 +191,10 @@ def test_sglang_resolves_the_flags_of_every_recipe_for_a_gpu(machine: Machine, t
         backend = engine_backend(settings)
         server = backend.server(settings, backend.specs(settings, folder)[0], log=tmp_path / "log", waiting=True)
         lines.append((server.program.command("127.0.0.1", 30000)[3:], dict(server.program.env)))
+    given = {"lines": lines, "message": message_on_gpu(monkeypatch)}
     fields = ("device", "tp_size", "mem_fraction_static", "enable_memory_saver", "enable_return_routed_experts")
     result = subprocess.run(
-        [python, "-E", "-c", RESOLVE, *fields], input=json.dumps(lines), env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        [python, "-E", "-c", RESOLVE, *fields], input=json.dumps(given), env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -184,3 +207,4 @@ def test_sglang_resolves_the_flags_of_every_recipe_for_a_gpu(machine: Machine, t
         ("cuda", 1, 0.85, False, False),
         ("cuda", 4, 0.7, True, True),
     ]
+    assert 'opened ["GPU-3", ["a"]]' in result.stdout.splitlines()
