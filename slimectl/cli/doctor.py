@@ -63,7 +63,7 @@ def doctor(
 
 
 def _machine(options: CommonOptions, recipe: str | None) -> Iterator[tuple[str, CheckResult]]:
-    """Yield the checks of this machine, for default settings if those that are given have an error."""
+    """Yield the checks of this machine, for default settings if the given ones have an error."""
     from slimectl.runtime.check_result import failure
     from slimectl.runtime.doctor.checks import examine
     from slimectl.runtime.doctor.scope import Scope

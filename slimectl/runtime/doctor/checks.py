@@ -1,4 +1,4 @@
-"""The table of checks of `slimectl doctor`: cheap ones first, then those that run kernels, engines and the disk."""
+"""The table of checks of `slimectl doctor`: cheap ones first, then kernels, engines and the disk."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ FINE = {
     "GPU clocks": "no heat or power slowdown, full PCIe width",
     "GPU modes": "persistence on, MIG off, shared compute mode",
 }
-"""Names of checks of the report's fields, with the result if there is no finding."""
+"""Checks of the report's fields, with the result of each without a finding."""
 
 
 class Rule(NamedTuple):

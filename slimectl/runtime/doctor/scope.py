@@ -73,7 +73,7 @@ def run_within(command: Sequence[str], limit_s: float) -> tuple[str, str, int | 
 
 
 def _kill(child: subprocess.Popen[str]) -> None:
-    """Kill a process and those that it started."""
+    """Kill a process and its children."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
 
