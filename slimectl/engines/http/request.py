@@ -140,18 +140,15 @@ class PendingRequest:
         return EngineTimes(min(self.sent + self.queue_s, self.first_token), self.first_token, self.engine)
 
 
-def text_fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the request fields for the response text. SGLang and vLLM share them."""
-    if params.skip_special_tokens:
-        return {}
-    return {"skip_special_tokens": False, "spaces_between_special_tokens": False}
-
-
-def penalty_fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the penalties and biases that have an effect. SGLang, vLLM and OpenAI share the field names."""
-    neutral = SamplingParams()
-    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    fields = {name: getattr(params, name) for name in names if getattr(params, name) != getattr(neutral, name)}
+def shared_fields(params: SamplingParams) -> dict[str, Any]:
+    """Return the sampling parameters that SGLang and vLLM name alike, with penalties and biases that have an effect."""
+    always = ("temperature", "top_p", "top_k", "min_p", "ignore_eos")
+    neutral, penalties = SamplingParams(), ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    names = [*always, *(name for name in penalties if getattr(params, name) != getattr(neutral, name))]
+    fields = {name: getattr(params, name) for name in names}
+    fields |= {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
     if params.logit_bias:
         fields["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
+    if not params.skip_special_tokens:
+        fields |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
     return fields

@@ -12,7 +12,7 @@ import numpy as np
 
 from slimectl.data.routed_experts import Routing, encoded
 from slimectl.engines.http.api import GetJson, PostJson, ScoredToken, StreamError, UnexpectedAnswer
-from slimectl.engines.http.request import PendingRequest, penalty_fields, text_fields
+from slimectl.engines.http.request import PendingRequest, shared_fields
 from slimectl.types import SamplingParams, TopTokens
 
 EXTRAS = {
@@ -111,19 +111,12 @@ def sampling_body(params: SamplingParams, *, limit: int) -> dict[str, Any]:
     In deterministic mode, SGLang uses the same seed for all requests without one. As in the embedded engine,
     log-probabilities are untempered for greedy sampling. Otherwise they are from the tempered, unfiltered distribution.
     """
-    body = {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
+    return {
+        **shared_fields(params),
         "max_new_tokens": limit,
         "min_new_tokens": min(params.min_tokens, limit),
-        "stop": list(params.stop),
-        "stop_token_ids": list(params.stop_token_ids),
-        "ignore_eos": params.ignore_eos,
         "sampling_seed": (secrets.randbits(63) if params.seed is None else params.seed) % 2**63,
     }
-    return body | penalty_fields(params) | text_fields(params)
 
 
 def _check_event(event: Mapping[str, Any]) -> None:

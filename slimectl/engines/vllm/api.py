@@ -13,7 +13,7 @@ import numpy as np
 
 from slimectl.data.routed_experts import Routing, encoded
 from slimectl.engines.http.api import GetJson, PostJson, ScoredToken, StreamError, UnexpectedAnswer
-from slimectl.engines.http.request import PendingRequest, penalty_fields, text_fields
+from slimectl.engines.http.request import PendingRequest, shared_fields
 from slimectl.errors import SettingsError
 from slimectl.types import TopTokens
 
@@ -40,21 +40,13 @@ class VllmApi:
                 "rollout.top_log_probs or rollout.stop, or use embedded or sglang"
             )
         body = {
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "min_p": params.min_p,
+            **shared_fields(params),
             "max_tokens": max(1, request.limit),
             "min_tokens": min(params.min_tokens, request.limit),
-            "stop": list(params.stop),
-            "stop_token_ids": list(params.stop_token_ids),
-            "ignore_eos": params.ignore_eos,
             "seed": params.seed,
             # 0 is only the sampled token. The likeliest ones come after it, as many as asked for together.
             "logprobs": params.top_log_probs and params.top_log_probs + 1,
             "detokenize": bool(params.stop),  # else the text is not used
-            **penalty_fields(params),
-            **text_fields(params),
         }
         return {
             "request_id": request.request_id,
