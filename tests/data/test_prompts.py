@@ -11,28 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ten_prompts import expected, texts
 
 from slimectl.data.columns import PromptOptions
 from slimectl.data.prompts import open_prompts
 from slimectl.errors import RecordError
 from slimectl.types import Prompt
-
-ROWS = [{"prompt": f"{i}+1=", "label": str(i + 1), "metadata": {"i": i}} for i in range(10)]
-
-
-def texts(*sources: str, **options: Any) -> list[Any]:
-    return [prompt.text for prompt in open_prompts([str(source) for source in sources], PromptOptions(**options))]
-
-
-def expected(*numbers: int) -> list[str]:
-    return [f"{i}+1=" for i in numbers]
-
-
-@pytest.fixture
-def jsonl(tmp_path: Path) -> Path:
-    path = tmp_path / "ten.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n\n" for row in ROWS))
-    return path
 
 
 def test_index_runs_over_epochs_and_sources(jsonl: Path):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ten_prompts import ROWS, expected, texts
 
 from slimectl.checkpoints.create import byte_tokenizer
 from slimectl.data.columns import PromptOptions
@@ -24,23 +25,6 @@ from slimectl.rewards.judge import Judge
 from slimectl.rewards.text import Exact
 from slimectl.stages.evaluate import table_of
 from slimectl.types import Prompt, Sample
-
-ROWS = [{"prompt": f"{i}+1=", "label": str(i + 1), "metadata": {"i": i}} for i in range(10)]
-
-
-def texts(*sources: str, **options: Any) -> list[Any]:
-    return [prompt.text for prompt in open_prompts([str(source) for source in sources], PromptOptions(**options))]
-
-
-def expected(*numbers: int) -> list[str]:
-    return [f"{i}+1=" for i in numbers]
-
-
-@pytest.fixture
-def jsonl(tmp_path: Path) -> Path:
-    path = tmp_path / "ten.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n\n" for row in ROWS))
-    return path
 
 
 def as_json(path: Path) -> None:

@@ -27,6 +27,10 @@ from slimectl.protocols import Adapter
 from slimectl.types import TrainingSample
 
 FAMILIES = ("llama", "llama_untied", "llama3_rope", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "glm4_moe")
+SHAPE = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,15 @@ def random_rows(*, groups: int = 3, answers: int = 3, seed: int = 0) -> list[Tra
                 )
             )
     return rows
+
+
+def train(policy: Any, steps: range) -> list[dict[str, float]]:
+    """Make a step for each seed, and return the reports."""
+    made = []
+    for step in steps:
+        rows = random_rows(groups=4, seed=step)
+        made.append(policy.forward_backward(rows, Clipped()) | policy.optim_step())
+    return made
 
 
 def rows_with_returns() -> list[TrainingSample]:

@@ -18,7 +18,7 @@ from policies.distillation_cases import (
     rows_to_distill,
     with_likeliest,
 )
-from policies.policy_cases import assert_chunks_are_exact, new_policy, write_random_model
+from policies.policy_cases import SHAPE, assert_chunks_are_exact, new_policy, write_random_model
 from policies.trie_cases import calm_model
 
 from slimectl.algorithms.distillation import Divergence
@@ -29,10 +29,6 @@ from slimectl.policies.lm_head import HeadOptions, TeacherStates, linear_log_pro
 from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.types import TopTokens
 
-SHAPE = {
-    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": None,
-}  # fmt: skip
 OWN_HEAD = {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from policy_cases import (
+    SHAPE,
     Clipped,
     WeightedNegativeLogProb,
     flat_log_probs,
@@ -36,10 +37,6 @@ from slimectl.policies.options import TrainerOptions
 from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.policies.recompute import Recompute
 
-SHAPE = {
-    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": None,
-}  # fmt: skip
 OLD = {"vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}

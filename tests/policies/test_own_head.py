@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from policy_cases import (
+    SHAPE,
     WeightedNegativeLogProb,
     flat_log_probs,
     new_policy,
@@ -21,10 +22,6 @@ from policy_cases import (
 from slimectl.policies import lm_head
 from slimectl.policies.fsdp.build import empty_model
 
-SHAPE = {
-    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": None,
-}  # fmt: skip
 HEADS: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 3.0, "tie_word_embeddings": True},
     "cohere": {"logit_scale": 0.25},

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints.hostile_pickles import archive, payloads
-from policies.policy_cases import Clipped, random_rows
+from policies.policy_cases import train
 from rank_cases import STEADY, Ranks, megatron
 
 from slimectl.architectures.parallel import ParallelLayout
@@ -32,14 +32,6 @@ pytestmark = pytest.mark.slow
 ModelDir = Callable[..., Path]
 TORCH_DIST = {"save_format": "torch_dist"}
 ROUNDED = {"optimizer": OptimizerOptions(lr=1e-3, state_dtype="bfloat16")}
-
-
-def train(policy: Any, steps: range) -> list[dict[str, float]]:
-    made = []
-    for step in steps:
-        rows = random_rows(groups=4, seed=step)
-        made.append(policy.forward_backward(rows, Clipped()) | policy.optim_step())
-    return made
 
 
 @pytest.mark.parametrize("kind", ["tied", "dense", "sinks"])

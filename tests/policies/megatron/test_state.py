@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from policies.policy_cases import Clipped, new_policy, random_rows
+from policies.policy_cases import new_policy, train
 from rank_cases import STEADY, Ranks, megatron
 from safetensors.torch import load_file, save_file
 
@@ -24,14 +24,6 @@ from slimectl.policies.optimizer import OptimizerOptions
 ModelDir = Callable[..., Path]
 FALLING = dataclasses.replace(STEADY, schedule="linear", decay_steps=8)
 ROUNDED = dataclasses.replace(FALLING, state_dtype="bfloat16")
-
-
-def train(policy: Any, steps: range) -> list[dict[str, float]]:
-    made = []
-    for step in steps:
-        rows = random_rows(groups=4, seed=step)
-        made.append(policy.forward_backward(rows, Clipped()) | policy.optim_step())
-    return made
 
 
 def snapshot(policy: Any) -> dict[str, torch.Tensor]:
