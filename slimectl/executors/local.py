@@ -18,7 +18,7 @@ from slimectl.errors import BackendError
 from slimectl.executors.time_limits import WARM_UP_S, Limited, overrun, wall_limit
 from slimectl.planner.placement import PartTable, Placement
 from slimectl.protocols import Serve
-from slimectl.system.event_loop import run_coroutine
+from slimectl.system.event_loop import awaited, run_coroutine
 
 if TYPE_CHECKING:
     from slimectl.executors.rank_group import LocalRanks
@@ -219,8 +219,4 @@ def close_hosted(hosted: Any) -> None:
     """Call the object's `close`, if it has one, and await it if it is a coroutine."""
     close = getattr(hosted, "close", None)
     if close is not None and inspect.isawaitable(awaitable := close()):
-        run_coroutine(_await(awaitable))
-
-
-async def _await(awaitable: Any) -> None:
-    await awaitable
+        run_coroutine(awaited(awaitable))

@@ -246,7 +246,7 @@ class UserRollout:
             result = run_on(self._loop, asyncio.to_thread(self._hook.begin, arguments))
         else:
             result = self._hook.begin(arguments)
-        return run_on(self._loop, _await_result(result)) if inspect.isawaitable(result) else result
+        return run_on(self._loop, result) if inspect.isawaitable(result) else result
 
     def _number(self, groups: list[Group], prompts: list[Group]) -> None:
         """Copy numbers, labels and metadata of the prompts to samples that the function created, by position."""
@@ -317,7 +317,3 @@ class UserRollout:
 
 def _is_unanswered(sample: Sample) -> bool:
     return sample.status is Status.PENDING and not sample.response_length and sample.reward is None
-
-
-async def _await_result(awaitable: Any) -> Any:
-    return await awaitable

@@ -28,6 +28,7 @@ from slimectl.plugins.containment import (
     register_module,
     user_error,
 )
+from slimectl.system.event_loop import awaited
 
 LISTED = 12
 """Maximum number of functions that an error lists."""
@@ -200,7 +201,7 @@ class Hook:
         if not inspect.isawaitable(result):
             return result
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(copy_context().run, asyncio.run, _awaited(result)).result()
+            return thread.submit(copy_context().run, asyncio.run, awaited(result)).result()
 
     def begin(self, arguments: Mapping[str, Any]) -> Any:
         """Call the function. The result of an async function must be awaited."""
@@ -273,10 +274,6 @@ class Hook:
         """Return FILE:LINE of the callable's own code that an error comes from."""
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return error_location(error, self.function.__module__) or f"{Path(frame.filename).name}:{frame.lineno}"
-
-
-async def _awaited(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
 
 
 def error_location(error: BaseException, module: str) -> str:

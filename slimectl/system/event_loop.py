@@ -17,6 +17,11 @@ def run_coroutine(work: Coroutine[Any, Any, Result]) -> Result:
     return _in_free_thread(lambda: asyncio.run(work))
 
 
+async def awaited(work: Awaitable[Result]) -> Result:
+    """Await what may not be a coroutine, for functions of asyncio that accept only coroutines."""
+    return await work
+
+
 def run_on(loop: asyncio.AbstractEventLoop, work: Awaitable[Result]) -> Result:
     """Run the loop until `work` is done, even if another task calls sys.exit, which stops asyncio's loop.
 

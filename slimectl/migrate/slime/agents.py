@@ -20,6 +20,7 @@ from slimectl.errors import HookError
 from slimectl.hooks.generation_context import GenerationContext, current_generation
 from slimectl.migrate.slime_shapes import sampling_params as sampling_params_of
 from slimectl.protocols import OnTokens
+from slimectl.system.event_loop import awaited
 from slimectl.types import Completion, Sample, SamplingParams
 
 NO_LIMIT = 1 << 30
@@ -138,11 +139,7 @@ class _Policy:
         work = self.context.generate(tokens, params)
         if self.loop is asyncio.get_running_loop():
             return await work
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(work), self.loop))
-
-
-async def _awaited(work: Any) -> Any:
-    return await work
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(awaited(work), self.loop))
 
 
 class FilteredAccessLogger(AccessLogger):
