@@ -37,6 +37,23 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
+def address_towards(host: str) -> str:
+    """Return the local address from which `host` is reached. Raises OSError if there is no route."""
+    family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    # Connecting a datagram socket sends nothing, but picks the route.
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])
+
+
+def own_address() -> str:
+    """Return the address where other machines reach this one, or 127.0.0.1 without a network."""
+    try:
+        return address_towards("192.0.2.1")  # of the documentation range (RFC 5737)
+    except OSError:
+        return "127.0.0.1"
+
+
 def interface(address: str) -> str | None:
     """Return the network interface that has an IPv4 address, or None if the system does not provide it (not Linux)."""
     if not sys.platform.startswith("linux"):

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.protocols import NamedTensors, Policy
 from slimectl.runtime import builders
 from slimectl.settings import Settings
+from slimectl.system.process_groups import start_broadcast
 from slimectl.types import Completion, SamplingParams, TrainingSample
 
 pytestmark = pytest.mark.slow
@@ -528,7 +530,8 @@ def die_in_a_broadcast(stopped: Spare, sync: WeightSyncBase) -> None:
     """Kill the engine that one waits for in the middle: the broadcast ends."""
     group = distributed._GROUPS[sync._key]  # type: ignore[attr-defined]
     large = torch.zeros(64 * 2**20, dtype=torch.uint8)  # more than sockets hold: it stays under way
-    work = distributed._start_broadcast(group, large, 3000.0)  # more than a test may take
+    work = start_broadcast(group.backend, large, timedelta(seconds=3000))  # more than a test may take
+    group.pending = [work]
     time.sleep(0.3)
     assert not work.is_completed()
     stopped.strike(signal.SIGKILL)

@@ -6,7 +6,6 @@ import datetime
 import math
 import os
 import re
-import socket
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,8 @@ from slimectl.engines.server.errors import RequestError, line
 from slimectl.engines.server.schema import read
 from slimectl.engines.server.state import SERVICE, Service
 from slimectl.errors import CheckpointError, MissingExtraError
+from slimectl.system.listening import address_towards
+from slimectl.system.process_groups import join, start_broadcast
 from slimectl.system.stdio import logger
 
 Form = tuple[str, torch.dtype, tuple[int, ...]]
@@ -47,9 +48,8 @@ class BroadcastGroup:
         """Block until all ranks have joined the store at `address`, or raise after TIMEOUT_S."""
         timeout = datetime.timedelta(seconds=TIMEOUT_S)
         self._store = dist.TCPStore(*address, world, is_master=False, timeout=timeout)
-        # The prefixes must match the sender's: the group's name twice, then the kind of device.
-        store = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, self._store))
-        self._group = _backend(backend, store, rank, world, timeout, address=_address_towards(address[0]))
+        own_address = address_towards(address[0])
+        self._group = join(backend, self._store, rank, world, name=name, timeout=timeout, address=own_address)
         self._device, self._timeout = torch.device(device), timeout
 
     def receive(self, forms: Sequence[Form], *, flattened: bool) -> list[tuple[str, Tensor]]:
@@ -57,46 +57,19 @@ class BroadcastGroup:
         if flattened:
             sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in forms]
             flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-            self._broadcast(flat).wait()
+            start_broadcast(self._group, flat, self._timeout).wait()
             parts = torch.split(flat, sizes)
             return [
                 (name, part.view(dtype).view(shape)) for (name, dtype, shape), part in zip(forms, parts, strict=True)
             ]
         tensors = [(name, torch.empty(shape, dtype=dtype, device=self._device)) for name, dtype, shape in forms]
-        for work in [self._broadcast(tensor) for _, tensor in tensors]:
+        for work in [start_broadcast(self._group, tensor, self._timeout) for _, tensor in tensors]:
             work.wait()
         return tensors
 
     def close(self) -> None:
         """Leave the group and close its connections."""
         del self._group, self._store
-
-    def _broadcast(self, tensor: Tensor) -> Any:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        options.timeout = self._timeout
-        return self._group.broadcast([tensor], options)
-
-
-def _backend(kind: str, store: dist.Store, rank: int, world: int, timeout: datetime.timedelta, *, address: str) -> Any:
-    if kind == "nccl":
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        return dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), rank, world, nccl)
-    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._timeout = timeout
-    # By default, gloo listens on the address that the machine's own name resolves to.
-    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    return dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), rank, world, gloo)
-
-
-def _address_towards(host: str) -> str:
-    """Return the local address from which `host` is reached."""
-    family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    # Connecting a datagram socket sends nothing but selects the route.
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(place)
-        return str(probe.getsockname()[0])
 
 
 FOLDER = Path("/dev/shm")

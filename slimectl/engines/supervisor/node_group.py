@@ -9,8 +9,7 @@ from typing import Protocol
 
 from slimectl.engines.supervisor.health import Server, failure_reason, is_alive, stop_quietly
 from slimectl.engines.supervisor.server_pool import in_threads
-from slimectl.engines.supervisor.server_process import own_address
-from slimectl.system.listening import interface
+from slimectl.system.listening import interface, own_address
 
 TRIES = 2
 """Maximum start attempts. The meeting address may be taken by others before the processes use it."""

@@ -21,6 +21,7 @@ from slimectl.engines.supervisor.bootstrap.cleanup import OWN_TMP, kill_group, m
 from slimectl.errors import BackendError
 from slimectl.system.event_loop import run_coroutine
 from slimectl.system.http import get
+from slimectl.system.listening import own_address
 from slimectl.system.liveness import note_progress
 from slimectl.system.loopback import bypass_proxies, scratch_folder
 from slimectl.system.stdio import logger
@@ -273,16 +274,6 @@ def _bound(host: str, port: int) -> int | None:
                 return None
             raise BackendError(f"{host}: is not an address of this machine: {error.strerror}") from error
         return int(probe.getsockname()[1])
-
-
-def own_address() -> str:
-    """Return the address where other machines reach this one, or 127.0.0.1 without a network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # documentation range (RFC 5737): looks up the route, sends nothing
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
 
 
 def _exit_reason(code: int | None, message: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -30,6 +29,8 @@ from slimectl.engines.weight_sync.base import (
 )
 from slimectl.errors import BackendError, SlimectlError, first_line
 from slimectl.protocols import NamedTensors, WeightUpdateClient
+from slimectl.system.listening import address_towards
+from slimectl.system.process_groups import host_store, join, start_broadcast
 from slimectl.types import Metrics
 
 JOIN_TIMEOUT_S = 120.0
@@ -71,7 +72,9 @@ def broadcast(message: Message, workers: WeightUpdateClient, *, key: str, versio
     forms = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered]
     flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in ordered])
     received = _in_background(partial(workers.load_broadcast, forms, name=group.name, version=version))
-    _finish(_start_broadcast(group, flat, timeout_s), received, timeout_s)
+    work = start_broadcast(group.backend, flat, timedelta(seconds=timeout_s))
+    group.pending = [work]
+    _finish(work, received, timeout_s)
 
 
 def leave(key: str) -> None:
@@ -92,29 +95,21 @@ def own_address(urls: Sequence[str]) -> str:
     remote_hosts = [host for host in hosts if host not in ("localhost", "::1") and not host.startswith("127.")]
     if not remote_hosts:
         return "127.0.0.1"
-    # Connecting a datagram socket sends nothing, but picks the route.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((remote_hosts[0], 9))
-        except OSError as error:
-            raise BackendError(
-                f"engine at {remote_hosts[0]}: no route from here ({error}). Use sync.transport disk."
-            ) from error
-        return str(probe.getsockname()[0])
+    try:
+        return address_towards(remote_hosts[0])
+    except OSError as error:
+        raise BackendError(
+            f"engine at {remote_hosts[0]}: no route from here ({error}). Use sync.transport disk."
+        ) from error
 
 
 def _join_group(workers: WeightUpdateClient, key: str, *, backend: str, timeout_s: float) -> TrainerGroup:
-    """Create a group of this process, rank 0, and the workers' ranks.
-
-    Compatible with init_custom_process_group of SGLang 0.5.18 to 0.5.21: a store at host:port. Every key is prefixed
-    with the group's name twice and the kind of device, as in torch's own groups since 2.0.
-    """
+    """Create a group of this process, rank 0, and the workers' ranks."""
     host, name, world = own_address(workers.urls), f"{key}-{uuid4().hex[:8]}", 1 + sum(workers.ranks)
     limit = timedelta(seconds=min(timeout_s, JOIN_TIMEOUT_S))
-    store = _host_store(host, limit)
+    store = host_store(host, limit)
     client_store = dist.TCPStore(host, store.port, is_master=False, wait_for_workers=False, timeout=limit)
-    prefixed = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, client_store))
-    own_join = _in_background(partial(_backend, backend, prefixed, world, host, limit))
+    own_join = _in_background(partial(join, backend, client_store, 0, world, name=name, timeout=limit, address=host))
     worker_joins = _in_background(
         partial(workers.join, host=host, port=store.port, world=world, name=name, backend=backend)
     )
@@ -129,38 +124,6 @@ def _join_group(workers: WeightUpdateClient, key: str, *, backend: str, timeout_
             workers.leave(name=name)
         raise _explain(failure, worker_joins)
     return TrainerGroup(name, workers, (store, client_store), own_join.result())
-
-
-def _host_store(host: str, limit: timedelta) -> dist.TCPStore:
-    """Return a store that listens only on `host`. By default, torch (2.13) listens on every address of the machine."""
-    listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
-    # Only the libuv backend accepts a descriptor. The store closes it.
-    return dist.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=limit, use_libuv=True,
-        master_listen_fd=listener.detach(),
-    )  # fmt: skip
-
-
-def _backend(kind: str, store: Any, world: int, host: str, limit: timedelta) -> Any:
-    if kind == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, world, options)
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = limit
-    # By default gloo looks up the host's own name, which containers often cannot resolve.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    return dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), 0, world, options)
-
-
-def _start_broadcast(group: TrainerGroup, flat: torch.Tensor, timeout_s: float) -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
-    options.timeout = timedelta(seconds=timeout_s)
-    work = group.backend.broadcast([flat], options)
-    group.pending = [work]
-    return work
 
 
 def _finish(work: Any, received: Future[None], timeout_s: float) -> None:

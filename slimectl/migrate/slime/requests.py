@@ -9,14 +9,13 @@ import os
 import random
 import socket
 from collections.abc import Coroutine, Mapping
-from contextlib import suppress
 from typing import Any
 
 from slimectl.errors import BackendError
 from slimectl.system.http import PASSING, backoff_s, request
+from slimectl.system.listening import own_address
 
 TIMEOUT_S = 14400.0
-PROBE = ("8.8.8.8", 80)
 """An address for finding this machine's own address on the route to it. No packet is sent."""
 
 
@@ -89,9 +88,4 @@ def get_free_port(start_port: int = 10_000, consecutive: int = 1) -> int:
 
 def get_host_info() -> tuple[str, str]:
     """Return the name and the address of this machine. SLIME_HOST_IP in the environment overrides the address."""
-    address = os.environ.get("SLIME_HOST_IP", "")
-    if not address:
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(PROBE)
-            address = probe.getsockname()[0]
-    return socket.gethostname(), address or "127.0.0.1"
+    return socket.gethostname(), os.environ.get("SLIME_HOST_IP") or own_address()
