@@ -25,6 +25,10 @@ from slimectl.policies.recompute import Recompute, recompute_layers, recomputed
 from slimectl.types import TrainingSample
 
 
+_OBSTACLES: dict[tuple[type, str, str], str] = {}
+"""Results of trials in this process, by class of the model, attention function and configuration."""
+
+
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Build modules with parameters on the meta device. Their buffers are real."""
@@ -60,7 +64,8 @@ def empty_model(model_dir: Path, recompute: Recompute = Recompute()) -> TrainedM
         obstacle = _unsupported(hf)
         if not obstacle:
             model = PackedModel(hf)
-            obstacle = _trial(model)
+            tried = (type(hf), name, hf.config.to_json_string(use_diff=False))
+            obstacle = _OBSTACLES[tried] = _OBSTACLES[tried] if tried in _OBSTACLES else _trial(model)
     except CheckpointError:
         raise
     except Exception as error:  # also for a configuration of which transformers can build no model
