@@ -38,22 +38,26 @@ class RouterProcess(Server, Protocol):
     def remove(self, worker: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunningServer:
     """A server that was started elsewhere. It is neither restarted nor stopped from here."""
 
     url: str
+    has_left: bool = False
 
     def start(self) -> str:
         return self.url
 
     def alive(self) -> bool:
-        return True
+        """Return whether it is in use. Its process cannot be seen from here."""
+        return not self.has_left
 
     def death(self) -> str:
         return "it does not answer"
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """End health checks that are under way. The server itself goes on."""
+        self.has_left = True
 
 
 @dataclass(slots=True, eq=False)

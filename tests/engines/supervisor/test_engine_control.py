@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,10 +199,15 @@ def test_running_servers_leave_when_they_die_except_the_last(tmp_path: Path, cap
         servers[1].stop()
         pool.settle()
         assert (pool.urls, pool.losses) == (urls[1:], 1)
+        thread = threading.Thread(target=pool._check_servers)
+        pool.watch = WatchOptions(timeout_s=600)
+        thread.start()
     finally:
         pool.close()
         for each in servers:
             each.stop()
+    thread.join(60)  # closing ends the check of a server that does not answer
+    assert not thread.is_alive()
 
 
 def test_a_run_says_that_it_starts_with_other_engines_than_it_ended_with(
