@@ -24,7 +24,6 @@ from slimectl.policies.pack_plan import plan_pack
 from slimectl.policies.recompute import Recompute, recompute_layers, recomputed
 from slimectl.types import TrainingSample
 
-
 _OBSTACLES: dict[tuple[type, str, str], str] = {}
 """Results of trials in this process, by class of the model, attention function and configuration."""
 
