@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.2
 SILENCE_S = 5.0
-"""Seconds without a reply after which a message says what the command waits for."""
+"""Seconds without a reply until a message explains the wait."""
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that is active")]
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Return at once instead of waiting for the change")]

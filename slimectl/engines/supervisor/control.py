@@ -70,7 +70,7 @@ class EngineControl:
             self._closing.wait(LOOK_S)
 
     def _write(self) -> None:
-        """Write the state if engines or replies have changed. Numbers of requests are as of then."""
+        """Write the state, with the current numbers of requests, if engines or replies have changed."""
         with self._lock:
             replies = dict(self._replies)
         members = self._pool.members

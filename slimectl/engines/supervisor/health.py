@@ -56,7 +56,7 @@ class RunningServer:
         return "it does not answer"
 
     def stop(self) -> None:
-        """End health checks that are under way. The server itself goes on."""
+        """End health checks that are under way. The server continues."""
         self.has_left = True
 
 

@@ -1,4 +1,4 @@
-"""A pool of servers, which may join and leave. It restarts those that die or hang, and restores their weights."""
+"""A pool of servers, which may join and leave. It restarts servers that die or hang, and restores their weights."""
 
 from __future__ import annotations
 
