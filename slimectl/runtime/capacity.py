@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +23,7 @@ from slimectl.settings import Settings
 from slimectl.settings.needs import Need
 from slimectl.settings.run import RunSettings
 from slimectl.system import shared_memory
+from slimectl.system.control_groups import memories
 from slimectl.types import Metrics
 
 ENGINE_SHARE = 0.85
@@ -281,16 +281,8 @@ def machine_perf(folder: Path) -> Metrics:
     """Return the use of the memory of this machine, and of the disk of a folder."""
     disk = shutil.disk_usage(folder)
     metrics = {"perf/disk_free_gb": disk.free / 2**30, "perf/disk_used_ratio": 1 - disk.free / disk.total}
-    with suppress(OSError, ValueError, KeyError):  # Linux only
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        available, total = (int(lines[name].split()[0]) for name in ("MemAvailable", "MemTotal"))
-        metrics["perf/memory_used_ratio"] = 1 - available / total
-        with suppress(OSError, ValueError):  # a control group without a limit has the word max
-            group = Path("/sys/fs/cgroup")
-            limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-            cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
-            share = (used - int(cached)) / limit
-            metrics["perf/memory_used_ratio"] = max(metrics["perf/memory_used_ratio"], share)
+    if shares := [1 - memory.free / memory.total for memory in memories()]:
+        metrics["perf/memory_used_ratio"] = max(shares)
     return metrics
 
 
@@ -300,12 +292,5 @@ def available_memory(device: str) -> float | None:
         import torch
 
         return float(torch.cuda.get_device_properties(0).total_memory)
-    if not sys.platform.startswith("linux"):
-        return None
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = [int(lines["MemAvailable"].split()[0]) * 1024]
-    with suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        free.append(limit - int((group / "memory.current").read_text()))
-    return float(min(free))
+    free = [memory.free for memory in memories()]
+    return float(min(free)) if free else None

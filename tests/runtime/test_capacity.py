@@ -12,6 +12,7 @@ from slimectl.errors import SettingsError, StorageError
 from slimectl.runtime.capacity import disk, memory, shape_of
 from slimectl.settings import Settings, resolve
 from slimectl.settings.layers import from_assignments
+from slimectl.system.control_groups import Memory, memories
 
 
 def settings(*assignments: str) -> Settings:
@@ -72,3 +73,42 @@ def slimectl() -> Callable[..., tuple[int, str, str]]:
         return result.exit_code, result.stdout, result.stderr
 
     return call
+
+
+def machine(root: Path, groups: str, files: dict[str, str]) -> Path:
+    """Write what Linux would show of a machine with 2 MiB, of which half is free."""
+    files |= {"proc/meminfo": "MemTotal: 2048 kB\nMemAvailable: 1024 kB\n", "proc/self/cgroup": groups}
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_every_control_group_around_the_process_limits_its_memory(tmp_path):
+    job = "sys/fs/cgroup/slurm/job/"
+    files = {
+        job + "memory.max": "1000000\n",
+        job + "memory.current": "700000\n",
+        job + "memory.stat": "anon 100000\ninactive_file 250000\nactive_file 5\n",
+        job + "step/memory.max": "max\n",
+        "sys/fs/cgroup/slurm/memory.max": "1500000\n",
+    }
+    found = list(memories(machine(tmp_path, "0::/slurm/job/step\n", files)))
+    assert found == [Memory(2097152, 1048576), Memory(1000000, 550000), Memory(1500000, 1500000)]
+
+
+def test_control_groups_of_version_1_limit_memory_too(tmp_path):
+    group = "sys/fs/cgroup/memory/"
+    files = {
+        group + "docker/memory.limit_in_bytes": "500000\n",
+        group + "docker/memory.usage_in_bytes": "600000\n",
+        group + "docker/memory.stat": "inactive_file 9\ntotal_inactive_file 50000\n",
+        group + "memory.limit_in_bytes": "9223372036854771712\n",  # no limit
+    }
+    found = list(memories(machine(tmp_path, "4:memory:/docker\n3:cpu,cpuacct:/docker\n", files)))
+    assert found == [Memory(2097152, 1048576), Memory(500000, 0)]
+
+
+def test_memory_is_unknown_where_the_system_does_not_tell(tmp_path):
+    assert list(memories(tmp_path)) == []

@@ -164,12 +164,17 @@ def quota(case: Case) -> None:
     case.machine.write("sys/fs/cgroup/system.slice/slurm/job_7/cpu.max", "max 100000\n")
     case.machine.write("sys/fs/cgroup/system.slice/slurm/cpu.max", "50000 100000\n")
     case.machine.write("sys/fs/cgroup/system.slice/slurm/job_7/memory.max", f"{40 * 2**30}\n")
+    case.machine.write("sys/fs/cgroup/system.slice/slurm/job_7/memory.current", f"{30 * 2**30}\n")
+    case.machine.write(
+        "sys/fs/cgroup/system.slice/slurm/job_7/memory.stat", f"anon {2**30}\ninactive_file {20 * 2**30}\n"
+    )
 
 
 def old_group(case: Case) -> None:
     case.machine.write("proc/self/cgroup", "5:cpu,cpuacct:/docker/ab\n4:memory:/docker/ab\n3:pids:/docker/ab\n")
     case.machine.write("sys/fs/cgroup/pids/docker/ab/pids.max", "100\n")
     case.machine.write("sys/fs/cgroup/memory/docker/ab/memory.limit_in_bytes", f"{2**29}\n")
+    case.machine.write("sys/fs/cgroup/memory/docker/ab/memory.usage_in_bytes", f"{2**27}\n")
 
 
 def small_shared_memory(case: Case) -> None:
@@ -300,9 +305,10 @@ FAULTS = [
     Fault("wrong engine Python", libraries.engine, no_python, "FAIL",
           "vllm.python: cannot run /opt/vllm/bin/python as Python", "Set the path of a Python"),
     Fault("few cores", host.processors, quota, "warn", "0.5 by the quota of the control group", "docker run --cpus"),
-    Fault("little memory", host.memory, quota, "warn", "limited to 40.0 GiB by the control group",
+    Fault("little memory", host.memory, quota, "warn", "30.0 of 40.0 GiB free in the control group",
           "docker run --memory"),
-    Fault("almost no memory", host.memory, old_group, "FAIL", "limited to 0.5 GiB", "docker run --memory"),
+    Fault("almost no memory", host.memory, old_group, "FAIL", "0.4 of 0.5 GiB free in the control group",
+          "docker run --memory"),
     Fault("few processes allowed", host.limits, old_group, "warn", "100 with threads", "--pids-limit"),
     Fault("few open files", host.limits, lambda case: case.limit(resource.RLIMIT_NOFILE, 1024), "warn",
           "1024, and many", "Run `ulimit -n"),

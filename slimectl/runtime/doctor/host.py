@@ -18,6 +18,7 @@ from pathlib import Path
 from slimectl.runtime.check_result import CheckResult, failure, info, passed, warning
 from slimectl.runtime.doctor.scope import Scope
 from slimectl.runtime.machine import cores
+from slimectl.system.control_groups import control_groups, memories, number
 
 GIB = 2**30
 OPTIONAL = {
@@ -112,14 +113,13 @@ def processors(scope: Scope) -> Iterator[CheckResult]:
 
 def memory(scope: Scope) -> Iterator[CheckResult]:
     """Check the free memory of the machine and of its control group."""
-    lines = dict(line.split(":", 1) for line in scope.read("proc/meminfo").splitlines() if ":" in line)
-    if not {"MemTotal", "MemAvailable"} <= lines.keys():
+    if not (all_memories := list(memories(scope.root))):
         return
-    total, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
-    limit = _lowest(scope, "memory", "memory.max", "memory.limit_in_bytes")
-    if limit is not None and limit < free:
-        free, text = limit, f"limited to {limit / GIB:.1f} GiB by the control group, {text}"
+    machine, tightest = all_memories[0], min(all_memories, key=lambda memory: memory.free)
+    free, text = tightest.free, f"{machine.free / GIB:.1f} of {machine.total / GIB:.1f} GiB free"
+    if tightest is not machine:
+        limit = f"{tightest.free / GIB:.1f} of {tightest.total / GIB:.1f} GiB free in the control group"
+        text = f"{limit}, {text} on the machine"
     one_gpu = max((gpu.number("fb_memory_usage/total") or 0) * 2**20 for gpu in scope.visible) if scope.visible else 0
     remedy = "Ask for more: `docker run --memory`, `--mem` of Slurm, or limits.memory of the pod"
     if free < LOWEST_FREE:
@@ -131,21 +131,10 @@ def memory(scope: Scope) -> Iterator[CheckResult]:
         yield passed("memory", text)
 
 
-def _groups(scope: Scope, controller: str) -> Iterator[str]:
-    """Yield the folders of this process's control group and of those around it, for version 2 and 1 of the kernel's."""
-    for line in scope.read("proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        base = f"sys/fs/cgroup/{controller}" if controllers else "sys/fs/cgroup"
-        for folder in (Path(path), *Path(path).parents):
-            yield f"{base}{folder}"
-
-
 def _cpu_quota(scope: Scope) -> float | None:
     """Return the cores that the control groups allow, or None without a limit."""
     quotas = []
-    for group in _groups(scope, "cpu"):
+    for group in control_groups("cpu", scope.root):
         texts = scope.read(f"{group}/cpu.max").split() or [
             scope.read(f"{group}/cpu.cfs_{name}_us") for name in ("quota", "period")
         ]
@@ -153,12 +142,6 @@ def _cpu_quota(scope: Scope) -> float | None:
             quota, period = map(int, texts)
             quotas += [quota / period] if quota > 0 else []
     return min(quotas, default=None)
-
-
-def _lowest(scope: Scope, controller: str, *names: str) -> int | None:
-    """Return the lowest number in files of the control groups, or None without a limit."""
-    texts = [scope.read(f"{group}/{name}") for group in _groups(scope, controller) for name in names]
-    return min((int(text) for text in texts if text.isdecimal()), default=None)
 
 
 def limits(scope: Scope) -> Iterator[CheckResult]:
@@ -172,8 +155,8 @@ def limits(scope: Scope) -> Iterator[CheckResult]:
     else:
         yield passed("open files", _limit(files))
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    pids = _lowest(scope, "pids", "pids.max")
-    allowed = min([number for number in (processes, pids) if number is not None and number >= 0], default=-1)
+    pids = [number(group / "pids.max") for group in control_groups("pids", scope.root)]
+    allowed = min([limit for limit in (processes, *pids) if limit is not None and limit >= 0], default=-1)
     if 0 <= allowed < FEWEST_PROCESSES:
         remedy = "Raise it: `ulimit -u`, `docker run --pids-limit`, or TasksMax of systemd"
         yield warning("processes", f"{allowed} with threads, and engines need {FEWEST_PROCESSES}", remedy)
