@@ -37,7 +37,8 @@ SAME_FLOOR = {
     ("errors", "system.redaction"), ("system", "errors"), ("system", "system.redaction"), ("plugins", "errors"),
     ("plugins", "system"), ("plugins", "migrate.stand_ins"),
     ("rewards", "chats"), ("rewards", "sandbox"), ("algorithms", "settings"),
-    ("policies", "checkpoints"), ("engines", "checkpoints"), ("agents.environments", "agents"),
+    ("policies", "checkpoints"), ("engines", "checkpoints"), ("engines", "engines.weight_sync"),
+    ("agents.environments", "agents"),
     ("__main__", "cli"),
 }  # fmt: skip
 """Neighbours that may be imported: plain modules of a floor, in one direction each."""

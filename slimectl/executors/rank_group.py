@@ -27,7 +27,7 @@ from slimectl.executors.child_processes import (
     redirect,
     tail,
 )
-from slimectl.executors.rank_process import LOCALHOST, ConnectionPipe, RankInfo, run_rank
+from slimectl.executors.rank_process import LOCALHOST, ConnectionPipe, RankInfo, host_store, run_rank
 from slimectl.protocols import Serve
 from slimectl.system.liveness import note_progress
 from slimectl.system.loopback import short_temporary_folders
@@ -147,8 +147,6 @@ class LocalRanks(RankGroupBase):
     def __init__(
         self, serve: Serve, build: Callable[[], Any], *, ranks: int, logs: Path | None = None, living: int = 0
     ) -> None:
-        from slimectl.system.process_groups import host_store  # imports torch
-
         super().__init__(ranks, log_files(logs, ranks, living))
         # The parent hosts the store, so that its port is bound before any rank connects.
         self._store = host_store(LOCALHOST)

@@ -7,6 +7,7 @@ import faulthandler
 import json
 import os
 import pickle
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from slimectl.system.listening import interface
 from slimectl.system.liveness import expose, own_stacks
 
 if TYPE_CHECKING:
-    pass
+    from torch.distributed import TCPStore
 
 LOCALHOST = "127.0.0.1"
 
@@ -144,6 +145,22 @@ def _pending_operations() -> str:
             for entry in entries
         )
     return ""
+
+
+def host_store(host: str) -> TCPStore:
+    """Return a store that listens only on `host`, at a free port.
+
+    By default torch (2.13) listens on every address of the machine, and any client that reaches a store can read,
+    change and stop what the ranks agree on.
+    """
+    from torch.distributed import TCPStore
+
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = listener.getsockname()[1]
+    # Only the libuv backend accepts a descriptor. The store closes it.
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, use_libuv=True, master_listen_fd=listener.detach()
+    )
 
 
 def picklable_error(error: BaseException, source: str) -> BaseException:

@@ -29,6 +29,7 @@ from slimectl.engines.weight_sync.delta import DeltaSync
 from slimectl.engines.weight_sync.disk import DiskSync
 from slimectl.engines.weight_sync.distributed import DistributedSync
 from slimectl.engines.weight_sync.memory import TensorSync
+from slimectl.engines.weight_sync.process_groups import start_broadcast
 from slimectl.engines.weight_sync.verify import VerifiedSync
 from slimectl.errors import BackendError
 from slimectl.executors.local import LocalExecutor
@@ -40,7 +41,6 @@ from slimectl.policies.rank_group import DistributedPolicy
 from slimectl.protocols import NamedTensors, Policy
 from slimectl.runtime import builders
 from slimectl.settings import Settings
-from slimectl.system.process_groups import start_broadcast
 from slimectl.types import Completion, SamplingParams, TrainingSample
 
 pytestmark = pytest.mark.slow

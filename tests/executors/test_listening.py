@@ -10,9 +10,10 @@ from typing import Any
 
 from executors.listeners import listen_addresses
 
+from slimectl.engines.weight_sync import process_groups
 from slimectl.executors.local import LocalExecutor
+from slimectl.executors.rank_process import host_store
 from slimectl.protocols import RankPipe
-from slimectl.system.process_groups import host_store
 
 
 def _serve(build: Callable[[], Any], pipe: RankPipe) -> None:
@@ -62,7 +63,7 @@ def test_the_store_of_a_group_listens_where_it_is_told():
 
 def test_the_store_of_a_weight_push_listens_where_it_is_told():
     before = listen_addresses()
-    store = host_store("127.0.0.1", timedelta(seconds=5))
+    store = process_groups.host_store("127.0.0.1", timedelta(seconds=5))
     after = listen_addresses()
     for address in before:
         after.remove(address)

@@ -27,9 +27,9 @@ from slimectl.engines.server.engine_thread import run_in_daemon_thread
 from slimectl.engines.server.errors import RequestError, line
 from slimectl.engines.server.schema import read
 from slimectl.engines.server.state import SERVICE, Service
+from slimectl.engines.weight_sync.process_groups import join, start_broadcast
 from slimectl.errors import CheckpointError, MissingExtraError
 from slimectl.system.listening import address_towards
-from slimectl.system.process_groups import join, start_broadcast
 from slimectl.system.stdio import logger
 
 Form = tuple[str, torch.dtype, tuple[int, ...]]

@@ -27,10 +27,10 @@ from slimectl.engines.weight_sync.base import (
     drained,
     in_progress_version,
 )
+from slimectl.engines.weight_sync.process_groups import host_store, join, start_broadcast
 from slimectl.errors import BackendError, SlimectlError, first_line
 from slimectl.protocols import NamedTensors, WeightUpdateClient
 from slimectl.system.listening import address_towards
-from slimectl.system.process_groups import host_store, join, start_broadcast
 from slimectl.types import Metrics
 
 JOIN_TIMEOUT_S = 120.0

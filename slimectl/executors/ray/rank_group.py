@@ -19,7 +19,7 @@ from ray import cloudpickle
 from slimectl.errors import BackendError
 from slimectl.executors.child_processes import log_files
 from slimectl.executors.rank_group import GRACE_S, RankGroupBase
-from slimectl.executors.rank_process import LOCALHOST, ConnectionPipe, RankInfo, run_rank
+from slimectl.executors.rank_process import LOCALHOST, ConnectionPipe, RankInfo, host_store, run_rank
 from slimectl.executors.ray.cluster import ActorLocation, DriverEnvironment, ray
 from slimectl.executors.ray.failures import death_reason, is_alive, kill, tail_at
 from slimectl.protocols import RankPipe, Serve
@@ -69,8 +69,6 @@ class RayRanks(RankGroupBase):
             raise
 
     def _start(self, pickled: bytes, places: Sequence[dict[str, Any]], environment: DriverEnvironment) -> None:
-        from slimectl.system.process_groups import host_store  # imports torch
-
         actor_class = ray.remote(RankActor)
         logs: Sequence[Path | None] = self._logs or [None] * self.ranks
         self._actors = [actor_class.options(num_cpus=0, max_restarts=0, **place).remote() for place in places]

@@ -1,22 +1,19 @@
-"""Process groups of torch.distributed beside its default one, with a store that listens only where it should."""
+"""Process groups of torch.distributed beside its default one, between a trainer and its engines."""
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from slimectl.system.listening import bound
 
-def host_store(host: str, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
-    """Return a store that listens only on `host`, at a free port.
 
-    By default torch (2.13) listens on every address of the machine, and any client that reaches a store can read,
-    change and stop what the ranks agree on.
-    """
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+def host_store(host: str, timeout: timedelta) -> dist.TCPStore:
+    """Return a store that listens only on `host`. By default, torch (2.13) listens on every address of the machine."""
+    listener = bound(host, 0)
     port = listener.getsockname()[1]
     # Only the libuv backend accepts a descriptor. The store closes it.
     return dist.TCPStore(
