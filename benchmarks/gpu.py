@@ -46,11 +46,19 @@ from slimectl.planner.devices import peak_flops
 from slimectl.planner.workload import GIB
 from slimectl.runtime import builders
 
+LIMIT_S = 300.0
+"""Seconds of a trial. One that hangs costs no other its time."""
+
 
 def run_process(trial: Trial) -> Result:
     environment = {**os.environ, **(ENVIRONMENT if trial.device == "cpu" else {})}
     command = [sys.executable, str(Path(__file__).with_name("gpu_trial.py")), json.dumps(asdict(trial))]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment, check=False)
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment, check=False, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return {"failure": f"failed: no result within {LIMIT_S:g} s"}
     return result_of(done.returncode, done.stdout)
 
 

@@ -101,6 +101,11 @@ def test_a_trial_that_does_not_fit_or_dies_is_a_row_and_the_others_go_on(
     assert last == row
 
 
+def test_a_trial_that_hangs_is_ended(gpu: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu, "LIMIT_S", 0.01)
+    assert gpu.run_process(trial_of(gpu, "fsdp")) == {"failure": "failed: no result within 0.01 s"}
+
+
 def test_random_weights_are_the_same_each_time_and_norms_are_one(gpu: Any):
     first, second = (
         importlib.import_module("gpu_trial").RandomWeights(trial_of(gpu, "engine").config, "cpu") for _ in range(2)
