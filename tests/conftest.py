@@ -102,7 +102,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests that share processes first: they take longest, and the second worker runs the others meanwhile."""
+    """Run the tests that share processes first: they take longest, and other workers run the rest meanwhile."""
     groups = list(dict.fromkeys(GROUPS.values()))
     last = len(groups)
 
