@@ -67,6 +67,19 @@ def calls(results: list[dict[str, Any]]) -> dict[int, list[Collective]]:
 def test_representatives_have_a_neighbour_of_the_first_rank_in_every_kind_of_group():
     layout = ParallelLayout(tensor=2, pipeline=4, context=2)
     assert representatives(Run(64, layout)) == [0, 1, 2, 4, 16, 63]
+    assert [representatives(Run(1, policy=policy)) for policy in ("fsdp", "megatron")] == [[0], [0]]
+
+
+@pytest.mark.slow
+def test_a_rank_alone_is_simulated_too():
+    run = run_of(world=1, seq_len=64, max_tokens_per_gpu=64)
+    adapted = tasks(with_defaults(cards.load("tiny")["config"]), run, lora=(2, ["q_proj"]))
+    whole, adapter = map(forked, [*tasks_of(run).values(), *adapted])
+    assert whole["resident"] > adapter["resident"] > 0  # frozen weights have no masters and moments
+    for result in (whole, adapter):
+        assert (result["rank"], result["collectives"]) == (0, [])
+        assert result["peak"] > result["resident"]
+        assert list(wrong_devices(result, run)) == []
 
 
 @pytest.mark.slow

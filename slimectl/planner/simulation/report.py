@@ -52,8 +52,8 @@ def simulation(config: Config, run: Run, planned: float, *, lora: tuple[int, Seq
 
 def check(run: Run) -> None:
     """Raise SettingsError for a run that cannot be simulated."""
-    if run.device != "cuda" or run.world < 2:
-        raise SettingsError("--simulate: needs several ranks on GPUs. Drop --device cpu and use more --gpus.")
+    if run.device != "cuda":
+        raise SettingsError("--simulate: needs ranks on GPUs. Drop --device cpu.")
     if run.offload is not None:
         raise SettingsError("--simulate: does not support pinned host memory. Drop --offload.")
     if run.policy == "megatron" and run.layout.virtual_pipeline:
@@ -92,7 +92,7 @@ def representatives(run: Run) -> list[int]:
     """
     last = run.world - 1
     if run.policy == "fsdp":
-        return sorted({0, 1, last})
+        return sorted({0, min(1, last), last})
     tensor, context, pipeline = run.layout.tensor, run.layout.context, run.layout.pipeline
     steps = {0, last, run.world // pipeline if pipeline > 1 else 0, tensor * context % run.world}
     steps |= {1} if tensor > 1 else set()
