@@ -77,9 +77,9 @@ class LocalExecutor:
         part = self._parts.assign(name, gpus)
         if part is not None:
             return self._parts.placement.of_part(part)
-        taken = {place for places in self._extra_places.values() for place in places}
+        used_places = {place for places in self._extra_places.values() for place in places}
         first = len(self._parts.placement.bundles)
-        free = [place for place in range(first, len(self._gpus)) if place not in taken]
+        free = [place for place in range(first, len(self._gpus)) if place not in used_places]
         if name not in self._extra_places and len(free) < gpus:
             raise BackendError(
                 f"{name} needs {gpus} free GPUs, but this machine has only {len(free)} free. Remove another engine, or "
@@ -172,7 +172,7 @@ def in_order(
         item, future = window.popleft()
         result = outcome(future)
         if isinstance(result, TimeoutError):
-            wait([other for _, other in window])
+            wait([pending for _, pending in window])
             result = outcome(submit(item))
         return result
 

@@ -120,8 +120,8 @@ def check_transport(settings: Settings) -> None:
             "sync.transport: distributed, but nccl does not connect engines to a trainer on the same GPUs. Drop it."
         )
     on_gpu = device(settings.train.device) == device(settings.engine.device) == "cuda"
-    whole = settings.train.lora_rank is None or settings.sync.lora == "merged"
-    if transport == "tensor" and on_gpu and whole and not shares and settings.engine.backend == "sglang":
+    sends_weights = settings.train.lora_rank is None or settings.sync.lora == "merged"
+    if transport == "tensor" and on_gpu and sends_weights and not shares and settings.engine.backend == "sglang":
         raise SettingsError(
             "sync.transport: tensor, but SGLang can open only memory of its own GPUs, which the trainer does not share."
             " Drop it, or set cluster.colocate = true."
