@@ -145,6 +145,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or scope_of(nextitem.nodeid) != "Ray":
         machines.stop()
     if nextitem is None or nextitem.path != item.path:
+        gc.collect(1)  # what is frozen as garbage stays
         gc.freeze()
 
 
