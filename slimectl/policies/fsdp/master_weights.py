@@ -115,7 +115,7 @@ class MasterWeights:
     ) -> None:
         """`added`: parameters that a checkpoint may lack, with their initial values."""
         dtype, offload = options.compute_dtype, options.offload
-        self.mesh, self.names, self.added = mesh, names, added
+        self.mesh, self.names, self.added = mesh, names, list(added)
         self.shapes = {name: parameter.shape for name, parameter in model.hf.named_parameters()}
         offloads = offload == "parameters"
         self._sharded = [] if mesh is None else _shard(model, mesh, dtype, offloads=offloads)
@@ -148,7 +148,7 @@ class MasterWeights:
         """Float32 gradients of copies. The buffers are reused from step to step."""
         self.in_checkpoint: list[tuple[str, Slot | TensorGroup]] = []
         """(published name, slot) in checkpoint order, and a group for tensors that are computed together."""
-        for name, tensor in self.added.items():
+        for name, tensor in added.items():
             self.assign(tensor, self.tensors[name])
 
     def read(self, checkpoint: CheckpointFormat, path: Path) -> None:

@@ -108,8 +108,10 @@ class FsdpTrainer(StreamSaver, MeasuresPacks):
         trained = ((names - tower_parameters(hf)) | set(added)) - self._unused_names(hf)
         for name, parameter in hf.named_parameters():
             parameter.requires_grad_(options.trains and name in trained)
-        tensors = ModuleTensors(hf, stored=checkpoint.open(self.model_dir).forms(), optional=added)
+        tensors = ModuleTensors(hf, stored=checkpoint.open(self.model_dir).forms(), optional=list(added))
         self.masters = MasterWeights(self.model, options, device=self.device, mesh=mesh, names=tensors, added=added)
+        if self.adapters is not None:
+            self.adapters.initial.clear()  # they would stay in host memory
         self.memory = HostMemory()
         self.masters.read(checkpoint, self.model_dir)
         self.carried_names = self.masters.names.carried
