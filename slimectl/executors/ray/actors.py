@@ -152,8 +152,9 @@ class Host:
             timeout_s = 0.0
             raise
         finally:
-            control.stop.remote(key)
-            ray.wait([answers.completed()], timeout=timeout_s)
+            if ray.is_initialized():  # else a stream that is collected at exit would start a new cluster
+                control.stop.remote(key)
+                ray.wait([answers.completed()], timeout=timeout_s)
 
 
 class Proxy:
