@@ -59,17 +59,15 @@ def test_the_guide_lists_every_recipe():
 
 
 CHAT = [{"role": "user", "content": "Solve this. The last line is Answer: $Answer.\n\nWhat is 2+2?"}]
+DAPO = {
+    "data_source": "math_dapo", "prompt": CHAT, "ability": "MATH",
+    "reward_model": {"ground_truth": "4", "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": "9a9b6eb4"},
+}  # fmt: skip
 PUBLISHED = {
     "openai/gsm8k": {"question": "Two and two?", "answer": "2+2 = <<2+2=4>>4 in all.\n#### 4"},
-    "BytedTsinghua-SIA/DAPO-Math-17k": {
-        "data_source": "math_dapo", "prompt": CHAT, "ability": "MATH",
-        "reward_model": {"ground_truth": "4", "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": "9a9b6eb4"},
-    },
-    "HuggingFaceH4/aime_2024": {
-        "id": 60, "problem": "Find $2+2$.", "solution": "It is \\boxed{004}.", "answer": "004",
-        "url": "-", "year": "2024",
-    },
-}  # fmt: skip
+    "BytedTsinghua-SIA/DAPO-Math-17k": DAPO,
+    "BytedTsinghua-SIA/AIME-2024": DAPO,
+}
 """A row with the columns of each data set on the hub."""
 
 
