@@ -120,17 +120,14 @@ TO_SERVERS = {
 CHECKPOINT = {"engines/weight_sync/disk.py", "checkpoints/hf.py", "checkpoints/safetensors_io.py",
               "system/model_files.py", "data/atomic_replace.py", "data/ownership.py"}  # fmt: skip
 DELTA = {"engines/weight_sync/delta.py", "engines/weight_sync/delta_format.py",
-         "system/deltas.py", "data/atomic_replace.py", "data/io.py"}  # fmt: skip
+         "system/deltas.py", "data/atomic_replace.py", "data/io.py", "errors.py"}  # fmt: skip
+MEMORY = {"engines/weight_sync/memory.py"}
+BROADCAST = {"engines/weight_sync/distributed.py", "engines/weight_sync/process_groups.py"}
 
 
 @pytest.mark.parametrize(
     ("transport", "files"),
-    [
-        (TensorSync, {"engines/weight_sync/memory.py"}),
-        (DistributedSync, {"engines/weight_sync/distributed.py"}),
-        (DiskSync, CHECKPOINT),
-        (DeltaSync, DELTA),
-    ],
+    [(TensorSync, MEMORY), (DistributedSync, BROADCAST), (DiskSync, CHECKPOINT), (DeltaSync, DELTA)],
 )
 def test_a_push_to_servers_enters_nine_files_and_those_of_its_transport(
     transport: Callable[..., WeightSync], files: set[str], folder: Path, trainer: FsdpPolicy, url: str, tmp_path: Path
@@ -143,9 +140,9 @@ def test_a_push_to_servers_enters_nine_files_and_those_of_its_transport(
     assert files_of_second_push(sync, policy, lambda: None) - compiler == TO_SERVERS | files
 
 
-@pytest.mark.parametrize(("transport", "file"), [(TensorSync, "memory.py"), (DistributedSync, "distributed.py")])
+@pytest.mark.parametrize(("transport", "files"), [(TensorSync, MEMORY), (DistributedSync, BROADCAST)])
 def test_a_push_of_an_adapter_enters_no_file_more(
-    transport: Callable[..., WeightSync], file: str, adapted: FsdpPolicy, url: str
+    transport: Callable[..., WeightSync], files: set[str], adapted: FsdpPolicy, url: str
 ):
     sync = transport(LockedPolicy(adapted), serving.workers([url]), adapters=True)
-    assert files_of_second_push(sync, adapted, lambda: None) == TO_SERVERS | {f"engines/weight_sync/{file}"}
+    assert files_of_second_push(sync, adapted, lambda: None) == TO_SERVERS | files

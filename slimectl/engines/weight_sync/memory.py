@@ -45,7 +45,7 @@ class TensorSync(MessageSync):
         urls_by_rank: dict[int, list[str]] = defaultdict(list)
         for url in workers.urls:
             urls_by_rank[self.rank_of(url) if self.rank_of else 0].append(url)
-        if set(urls_by_rank) == {0}:
+        if set(urls_by_rank) <= {0}:  # or no engine at all
             return super()._consumer(send, workers)
         return RankConsumers({rank: partial(send, workers=workers.only(urls)) for rank, urls in urls_by_rank.items()})
 
