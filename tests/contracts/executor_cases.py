@@ -54,6 +54,11 @@ def negated(n: int) -> int:
     return -n
 
 
+def process_of(_: int) -> int:
+    """Return the worker's process."""
+    return os.getpid()
+
+
 def hangs_on_three(n: int) -> int:
     while n == 3:
         time.sleep(1)

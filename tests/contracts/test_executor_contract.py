@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ from executor_cases import (
     negated,
     obey,
     prepares_slowly,
+    process_of,
     refuses_two_and_dies_on_five,
     spins_on_three,
     spins_the_first_time,
@@ -30,6 +32,7 @@ from executor_cases import (
 from slimectl.errors import DiedError
 from slimectl.executors.local import LocalExecutor
 from slimectl.plugins.callables import error_location
+from slimectl.system.processes import look_at
 
 
 def on_ray(logs: Path, request: pytest.FixtureRequest) -> Any:
@@ -110,6 +113,16 @@ def test_a_map_pulls_no_further_than_it_must(executor: Any, workers: int):
     assert next(results) == 0
     assert next(taken) == (1 if workers == 0 else 4)  # four in hand for each worker
     results.close()
+
+
+def test_a_worker_that_died_while_it_was_idle_is_replaced(executor: Any):
+    processes = set(executor.map(process_of, range(8), workers=2))
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+    while look_at(processes):
+        time.sleep(0.01)
+    assert list(executor.map(negated, range(5), workers=2)) == [0, -1, -2, -3, -4]
+    assert not processes & set(executor.map(process_of, range(8), workers=2))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -69,16 +70,22 @@ class Pool:
     def taken(self, count: int, fn: bytes) -> list[Worker]:
         """Return `count` workers that have loaded `fn`, idle ones first. Raises what unpickling `fn` raised there."""
         with self._lock:
-            acquired, self._idle = self._idle[:count], self._idle[count:]
-        actor_class: Any = ray.remote(PoolActor)
-        # Workers request no CPU: ranks and engines reserve the CPUs, and grading runs at the same time.
-        options = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
-        actors = [actor_class.options(**options).remote() for _ in range(count - len(acquired))]
+            idle, self._idle = self._idle[:count], self._idle[count:]
+        acquired: list[Worker] = []
+        actors: list[Any] = []
         try:
+            for worker, loading in [(worker, worker.actor.take.remote(fn)) for worker in idle]:
+                with contextlib.suppress(ray.exceptions.RayActorError):  # it died while it was idle
+                    ray.get(loading)
+                    acquired.append(worker)
+            actor_class: Any = ray.remote(PoolActor)
+            # Workers request no CPU: ranks and engines reserve the CPUs, and grading runs at the same time.
+            options = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
+            actors = [actor_class.options(**options).remote() for _ in range(count - len(acquired))]
             locations = started([actor.enter.remote(self._environment) for actor in actors], f"{len(actors)} workers")
+            ray.get([actor.take.remote(fn) for actor in actors])
             acquired += [Worker(actor, place) for actor, place in zip(actors, locations, strict=True)]
             self._workers.update(acquired)
-            ray.get([worker.actor.take.remote(fn) for worker in acquired])
         except ray.exceptions.RayTaskError as error:
             kill(actors, [])
             raise error.cause from error
@@ -119,7 +126,8 @@ class Lease:
         """Return idle workers to the pool, and end the ones that are working on an item."""
         with self._lock:
             self._closed = True
-        kill_workers(list(self._busy))
+            ended, self._busy = self._busy, set()
+        kill_workers(list(ended))
         self._threads.shutdown(cancel_futures=True)
         self._pool.give_back(self._free)
 
@@ -142,9 +150,16 @@ class Lease:
             return self._replace(
                 worker, late or BackendError(f"the worker died on it ({death_reason(error, worker.location)})")
             )
-        self._busy.discard(worker)
-        self._free.append(worker)
+        if self._is_ours(worker):
+            self._free.append(worker)
         return result
+
+    def _is_ours(self, worker: Worker) -> bool:
+        """Take a worker from the busy ones. False if `close` is ending it."""
+        with self._lock:
+            is_busy = worker in self._busy
+            self._busy.discard(worker)
+            return is_busy
 
     def _overrun(self, elapsed_s: float) -> TimeoutError | None:
         """Return the error of an item whose worker probably ended at a limit. Ray does not report the signal.
@@ -158,8 +173,7 @@ class Lease:
 
     def _replace(self, worker: Worker, result: BaseException) -> BaseException:
         """Replace a worker that failed on an item, and return the item's result."""
-        self._busy.discard(worker)
-        if not self._closed:
+        if self._is_ours(worker):
             kill_workers([worker])
             self._free += self._pool.taken(1, self._fn)
         return result
