@@ -30,6 +30,8 @@ STOP_SIGNAL = signal.SIGUSR2
 """Signal with which the parent ends a worker. It is not SIGTERM, which a scheduler sends to all processes of a job."""
 GRACE_S = 3.0
 """Seconds for a worker's clean-up before it is killed."""
+BEGUN = b"begun"
+"""What a worker sends when it has received a call."""
 LOOK_S = 0.5
 """Seconds between checks for a dead worker whose pipe is held open by a process that it started."""
 
@@ -171,15 +173,22 @@ class _Worker:
         deadline = float("inf") if call.timeout_s is None else time.monotonic() + call.timeout_s
         if self._process is not None and self._process.exitcode is not None:
             self._reap()  # it ended between two calls
+        was_idle, has_begun = self._process is not None, False
         if self._process is None:
             self._start()
         try:
             assert self._pipe is not None
             self._pipe.send_bytes(request)
             self._wait(deadline)
+            has_begun = self._pipe.recv_bytes() == BEGUN
+            self._wait(deadline)
             reply = self._pipe.recv_bytes()
         except (EOFError, OSError):
-            raise WorkerDiedError(self._reap()) from None
+            was_stopped = self._kill_at < float("inf")
+            exit_code = self._reap()
+            if was_idle and not (has_begun or was_stopped):  # it ended before it got this call
+                return self._call(call)
+            raise WorkerDiedError(exit_code) from None
         except WorkerStuckError:
             with self._lock:
                 self._stop()
@@ -248,6 +257,7 @@ def _work(pipe: Connection) -> None:
             request = pipe.recv_bytes()
         except (EOFError, OSError):
             return
+        pipe.send_bytes(BEGUN)
         pipe.send_bytes(_answer(request))
 
 
