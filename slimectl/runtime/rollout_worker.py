@@ -236,10 +236,10 @@ class RolloutService:
     def _in_flight(self, urls: Sequence[str]) -> Mapping[str, int]:
         """Return the number of requests at each server. A router does not report them, but its servers do."""
         assert self._pool is not None
-        if self._pool.addresses == self._pool.urls:
-            requests: Mapping[str, int] = self.sampler.in_flight()
-            return requests
-        return builders.workers(self._settings, urls).loads()
+        if self._pool.is_routed:
+            return builders.workers(self._settings, urls).loads()
+        requests: Mapping[str, int] = self.sampler.in_flight()
+        return requests
 
     def close(self) -> None:
         """Stop the servers that were started here."""

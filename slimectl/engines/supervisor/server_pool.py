@@ -147,9 +147,14 @@ class ServerPool:
         return self.rank_beside(number) if self.rank_beside is not None else None
 
     @property
+    def is_routed(self) -> bool:
+        """Whether requests go to a router."""
+        return self._router is not None
+
+    @property
     def addresses(self) -> list[str]:
         """Addresses for requests: the router, else the servers. Empty while no server responds."""
-        return [self._router_url] if self._router is not None and self.urls else self.urls
+        return [self._router_url] if self.is_routed and self.urls else self.urls
 
     def start(self) -> None:
         """Start all servers concurrently. Raises the first error, after stopping all of them."""
